@@ -57,6 +57,7 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
     named, leaves = named_leaves(without_nnx_variables(params)), jax.tree.leaves(without_nnx_variables(cast))
     for (name, before), after in zip(named, leaves, strict=True):
         try:
+            # A leaf that keeps its dtype is not copied by the cast, and loses nothing.
             fault = "" if after is before else _fault(np.asarray(before), np.asarray(after), max_flushed)
         except jax.errors.TracerArrayConversionError:
             raise TypeError("cast_params reads values: call it outside of jax.jit.") from None
@@ -64,6 +65,7 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
             lost[name] = fault
     if lost:
         lines = "".join(f"\n  {name}: {fault}" for name, fault in lost.items())
+        # Rules for whole layers: a layer of Flax computes in one dtype.
         rules = dict.fromkeys((name.rpartition("/")[0] or name for name in lost), "float32")
         raise ValueError(
             f"These parameters do not survive the cast:{lines}\n"
@@ -74,12 +76,14 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
 
 def _is_nnx_param(variable: Any) -> bool:
     """Whether a variable of Flax NNX is an `nnx.Param`. This package does not import Flax."""
+    # By its name, since a policy may be used without Flax.
     classes = type(variable).__mro__
     return any(cls.__name__ == "Param" and cls.__module__.startswith("flax.") for cls in classes)
 
 
 def _fault(before: np.ndarray, after: np.ndarray, max_flushed: float) -> str:
     """Returns what a cast did to the numbers of an array, or an empty string if it did no harm."""
+    # NumPy's maximum keeps a NaN.
     largest, limit = float(np.max(np.abs(before), initial=0)), float(jnp.finfo(after.dtype).max)
     if np.isnan(largest):
         return "it has NaN."

@@ -61,6 +61,7 @@ def half_dtype() -> Any:
         >>> jmp.half_dtype() is jnp.float16, float(jmp.half_dtype()(2**15))
         (True, 32768.0)
     """
+    # A local device: with several processes, the first device of `jax.devices()` belongs to another one.
     on_tpu = jax.local_devices()[0].platform == "tpu"
     return jnp.bfloat16 if on_tpu else jnp.float16
 
@@ -102,6 +103,7 @@ def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
     """Returns float32 or None, in which devices sum weight gradients; other input raises an error."""
     if reduce_dtype is None:
         return None
+    # A dtype of NumPy or JAX, as for a policy. Its own errors would allow every floating dtype.
     allowed = "reduce_dtype should be float32, or None for the dtype of the products."
     try:
         dtype = parse_dtype(reduce_dtype)

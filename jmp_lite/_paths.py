@@ -41,6 +41,7 @@ def shown(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype.name}{list(value.shape)}"
     if names := [name for name in leaf_names(value) if name]:
+        # The first leaves tell which tree it is; its text could fill pages.
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f"a {type(value).__name__} with {', '.join(map(repr, names[:3]))}{more}"
     return f"{value!r:.200}" if type(value).__repr__ is not object.__repr__ else type(value).__name__
@@ -74,6 +75,7 @@ def argument_names(
     names = positional_names(fun)
 
     def name(path: tuple[Any, ...]) -> str:
+        # The path of a leaf of `(args, kwargs)` begins with 0 for an argument that is given by position.
         given_by_name, first, *rest = path
         if not given_by_name.idx and first.idx < len(names):
             first = jax.tree_util.GetAttrKey(names[first.idx])
@@ -122,6 +124,7 @@ def matches(pattern: str, name: str) -> bool:
 
     This is the language of all patterns: over scopes, parameters, and paths of a state.
     """
+    # A pattern that may begin at any depth is one that begins with any number of keys.
     pattern = pattern.strip()
     anchored = pattern.startswith("/")
     keys = tuple(pattern.strip("/").split("/"))
@@ -132,16 +135,19 @@ def _match(pattern: tuple[str, ...], keys: tuple[str, ...]) -> bool:
     if not pattern:
         return True  # The rest of the name lies inside the selected subtree.
     if pattern[0] == "**":
+        # `**` may stand for no key at all.
         return any(_match(pattern[1:], keys[skip:]) for skip in range(len(keys) + 1))
     return bool(keys) and fnmatch.fnmatchcase(keys[0], pattern[0]) and _match(pattern[1:], keys[1:])
 
 
+# https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/ad_checkpoint.py#L809
 RECOMPUTED = "rematted_computation"
 """The scope that JAX adds to what a backward pass computes again."""
 
 
 def plain_scope(name_stack: str) -> str:
     """Returns a name stack of JAX without transforms: `decoder/head` for `jvp(decoder)/head`."""
+    # JAX writes its transforms around a scope, as in `transpose(jvp(decoder))/head`.
     scopes = re.sub(r"\w+\(|\)", "", name_stack) if "(" in name_stack else name_stack
     return "/".join(name for name in scopes.split("/") if name and name != RECOMPUTED)
 

@@ -93,6 +93,7 @@ class Policy(Shown):
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
+            # The dataclass is frozen.
             object.__setattr__(self, field, scalar_type(parse_dtype(getattr(self, field))))
         object.__setattr__(self, "rules", tuple(map(_as_rule, rule_pairs(self.rules))))
 
@@ -189,7 +190,7 @@ class Policy(Shown):
         dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
         names = (dtype_name(np.dtype(dtype)) for dtype in dtypes)
         dtypes = ",".join(f"{key}={name}" for key, name in zip("pco", names))
-        return "; ".join([dtypes, *map(str, self.rules)])
+        return "; ".join([dtypes, *map(str, self.rules)])  # `get_policy` reads it back.
 
 
 # Apex's levels (https://nvidia.github.io/apex/amp.html). Apex finds normalization layers by their class. A
@@ -242,6 +243,7 @@ def get_policy(policy_name: str) -> Policy:
         )
     head, *rules = (part.strip() for part in policy_name.split(";"))
     dtypes, *preset_rules = (part.strip() for part in _PRESETS.get(head, head).split(";"))
+    # Those of the string come first, because the first rule that matches wins.
     return Policy(*_read_dtypes(dtypes), rules=[_read_rule(rule) for rule in rules + preset_rules])
 
 
@@ -251,6 +253,7 @@ def rule_pairs(rules: Any) -> list[Any]:
         return []
     if isinstance(rules, Mapping):
         return list(rules.items())
+    # A string is an iterable too, of letters.
     if isinstance(rules, (str, Rule)) or not isinstance(rules, Iterable):
         raise TypeError(
             f"rules= takes a mapping, such as {{'head': 'float32'}}, or a list of jmp.Rule. Got {rules!r}."
@@ -281,6 +284,7 @@ def _read_dtypes(text: str) -> list[np.dtype]:
         if _KEYS[key] in given:
             raise ValueError(f"The key '{key}' is given twice in '{text}'.")
         given[_KEYS[key]] = parse_dtype(value)
+    # The defaults are those of jmp.
     param = given.get(0, np.dtype(jnp.float32))
     compute = given.get(1, param)
     return [param, compute, given.get(2, compute)]
@@ -290,6 +294,7 @@ def _read_rule(text: str) -> Rule:
     pattern, arrow, policy = text.partition("->")
     if not arrow:
         raise ValueError(f"A rule reads 'pattern -> policy'. Got {text!r}.")
+    # In `head ?-> f32` the rule is optional. In `hea?-> f32` the question mark belongs to the pattern.
     optional = pattern.endswith("?") and pattern[:-1] != pattern[:-1].rstrip()
     pattern = pattern[:-1] if optional else pattern
     return Rule(pattern.strip(), Policy(*_read_dtypes(policy.strip())), optional)

@@ -62,7 +62,7 @@ def dynamic_scale(exponent: int) -> str:
 
 def power(scale: float) -> str:
     """Returns a loss scale as a power of two, such as `2**9`, if it is one, and else as a number."""
-    mantissa, exponent = math.frexp(scale)
+    mantissa, exponent = math.frexp(scale)  # The mantissa is from 0.5 on, so that 8 is 0.5 * 2**4.
     return f"2**{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
@@ -79,6 +79,7 @@ def wrapped(text: str, indent: int = 0, width: int = WIDTH) -> list[str]:
 
 def cell_of(file: str) -> str:
     """Returns the cell of a notebook that a file stands for, such as `cell 3`; empty for any other file."""
+    # Imported by whoever runs a notebook, and by nobody else: this package does not import IPython.
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     name = None if shell is None else shell.compile.format_code_name(file)
     return f"cell {re.sub(r'[^0-9]', '', name[1])}" if name else ""
@@ -95,6 +96,7 @@ def shortened(text: str) -> str:
     The line of a notebook's cell is written `cell 3, line 12`.
     """
     if "IPython" in sys.modules:
+        # A cell is a file in a temporary folder, whose name means nothing to a reader.
         text = re.sub(r"(\S+?):(\d+)(?::\d+)?", _line_of_cell, text)
     here = os.getcwd().rstrip(os.sep) + os.sep
     text = re.sub(r"\S*/(?:site|dist)-packages/", "", text).replace(here, "")

@@ -20,6 +20,7 @@ KEEP_FLOAT32_NAME = "jmp_lite.keep_float32"
 
 def has_dtype(leaf: Any, kind: Any) -> bool:
     """Whether `leaf` is an array, NumPy scalar or `ShapeDtypeStruct` with a dtype of `kind`."""
+    # Python numbers have no dtype of their own: they take that of the array that they meet.
     is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
     return is_array and jnp.issubdtype(leaf.dtype, kind)
 
@@ -35,6 +36,7 @@ def is_traced(leaf: Any) -> bool:
     """Whether `leaf` is an array that has no value yet: only an array with a value is on devices."""
     try:
         return isinstance(leaf, jax.Array) and not leaf.devices()
+    # A tracer has no devices: https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/core.py#L1217.
     except jax.errors.ConcretizationTypeError:
         return True
 
@@ -48,7 +50,8 @@ def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
     """Casts a floating leaf; an array of NumPy stays one of NumPy, and a `ShapeDtypeStruct` stays one."""
     if not has_dtype(leaf, jnp.floating):
         return leaf
-    # A weakly typed leaf takes the dtype of the other operand, so it does not have its dtype yet.
+    # A weakly typed leaf takes the dtype of the other operand, so it does not have its dtype yet:
+    # https://github.com/jax-ml/jax/pull/7666.
     if leaf.dtype == dtype and not getattr(leaf, "weak_type", False):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -103,6 +106,8 @@ def reuse_cast(x: jax.Array, cast: jax.Array) -> jax.Array:
 
 @reuse_cast.defjvp
 def _reuse_cast_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    # The tangent is that of `x`, cast. Its transpose casts the cotangent of each use to the dtype of `x`, in
+    # which JAX then adds them up.
     cast = primals[1]
     return cast, lax.convert_element_type(tangents[0], cast.dtype)
 
@@ -158,7 +163,8 @@ STATIC = {"static": True}
 def register_state(cls: C) -> C:
     """Registers a frozen dataclass as a pytree: `STATIC` fields are structure, all others are children."""
     # `jax.tree_util.register_dataclass` would call `__init__` to unflatten. Its checks accept numbers only,
-    # and JAX and its users also make trees of axes, shapes and shardings.
+    # and JAX and its users also make trees of axes, shapes and shardings. JAX's own example does the same:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/tree_util.py#L314.
     fields = dataclasses.fields(cls)
     children = [f.name for f in fields if not f.metadata.get("static")]
     static = [f.name for f in fields if f.metadata.get("static")]
@@ -170,6 +176,7 @@ def register_state(cls: C) -> C:
     def unflatten(structure: tuple[Any, ...], values: Any) -> Any:
         state = object.__new__(cls)
         for name, value in (*zip(children, values), *zip(static, structure)):
+            # The dataclass is frozen.
             object.__setattr__(state, name, value)
         return state
 

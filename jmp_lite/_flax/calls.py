@@ -36,6 +36,8 @@ class Precision:
 
     def cast_param(self, value: T, path: str) -> T:
         """Casts the parameter of a user's module to the compute dtype of its `path`."""
+        # Where it is used. If that is inside a scan, so is the cast, and the gradients of all uses are summed
+        # in float32.
         value = cast_floating(value, self.policy.at(path).compute_dtype)
         return at_least_float32(value) if self.returns_float32 else value
 
@@ -55,6 +57,7 @@ def run_call(
     compute_dtype = np.dtype(precision.policy.at(path).compute_dtype)
     reduce_dtype, is_cell = precision.reduce_dtype, is_cell_call(library, module, method)
     calls_layer = is_layer(library, module) and method == "__call__"
+    # A call of another method of a layer, such as `attend`, runs with the attributes of `changes` alone.
     own, bias = dict[str, Any](), None
     if calls_layer:
         own, bias = _as_layer(library, module, compute_dtype, reduce_dtype)
@@ -65,6 +68,7 @@ def run_call(
         with attributes(module, {**changes, **own, **more}):
             return call(*args, **kwargs)
 
+    # Two lookups, in float32 for the gradient and in half for the value.
     if calls_layer and isinstance(module, library.embedding):
         keeps_rows = reduce_dtype is not None and _is_shared(*args, **kwargs)
         output: Any = _look_up(lambda dtype: run(dtype=dtype), compute_dtype, keeps_rows)
@@ -110,7 +114,7 @@ def run_model(
     try:
         output: Any = run(precision)
         is_done = True
-    except (TypeError, jax.dtypes.TypePromotionError):
+    except (TypeError, jax.dtypes.TypePromotionError):  # The second one under strict promotion.
         # In a loop or a branch that mixes values in half and in float32, such as a float32 input, or a layer
         # that a rule keeps in float32, JAX finds that a carry changes its dtype or that branches differ.
         # With float32 between the layers it finds the dtypes of the plain model.
@@ -143,14 +147,16 @@ def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype, keeps_rows:
 
 def _add_bias(output: jax.Array, bias: jax.Array) -> jax.Array:
     # The bias is cast after it was broadcast, so that its gradient is summed in float32. The layers of Flax
-    # cast first: on a CPU, XLA then adds 40,960 ones in float16 to 4,096.
+    # cast first (https://github.com/google/flax/blob/v0.12.8/flax/linen/linear.py#L275): on a CPU, XLA then
+    # adds 40,960 ones in float16 to 4,096.
     return output + jnp.broadcast_to(bias, output.shape).astype(output.dtype)
 
 
 def _strengthen_carry(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns the arguments of a cell with a strongly typed carry."""
     # A weakly typed float32 array, such as `jnp.full(shape, 0.5)`, takes the dtype of the half array that it
-    # is added to, so that the carry would be rounded inside the cell.
+    # is added to (https://github.com/jax-ml/jax/pull/7666), so that the carry would be rounded inside the
+    # cell.
     strengthen = lambda carry: jax.tree.map(lambda leaf: cast_leaf(leaf, jnp.result_type(leaf)), carry)
     if args:
         return (strengthen(args[0]), *args[1:]), kwargs

@@ -2,8 +2,6 @@
 
 A Flax layer has a `dtype` attribute and casts its own parameters where it uses them: a policy sets this
 attribute. A module that a user wrote may have parameters and no `dtype`: a policy gives it cast parameters.
-Either way a parameter is cast where it is used. If that is inside a scan, so is the cast, and the gradients
-of all uses are summed in float32.
 """
 
 import contextlib
@@ -39,6 +37,7 @@ class Library:
 
 def is_layer(library: Library, module: Any) -> bool:
     """Whether the class of `module` is one of Flax, which casts its own parameters."""
+    # A subclass of a layer that a user wrote may use its parameters without a cast.
     classes = type(module).__mro__[: type(module).__mro__.index(library.module)]
     return all(cls.__module__.startswith("flax.") for cls in classes)
 
@@ -89,7 +88,9 @@ def check_layer_rules(policy: Policy, path: str, parameters: list[str], module: 
 @contextlib.contextmanager
 def attributes(module: Any, changes: dict[str, Any]) -> Iterator[None]:
     """Sets attributes of a module, or of its scope, for the length of a call, in its `__dict__`."""
-    # Assigning them would raise an error of Flax, because the module is frozen or from another trace.
+    # Assigning them would raise an error of Flax, because the module is frozen
+    # (https://github.com/google/flax/blob/v0.12.8/flax/linen/module.py#L1287) or from another trace
+    # (https://github.com/google/flax/blob/v0.12.8/flax/nnx/pytreelib.py#L653).
     values = vars(module)
     before = {name: values.get(name, _MISSING) for name in changes}
     values.update(changes)

@@ -89,8 +89,9 @@ def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | 
 
 @dataclasses.dataclass(frozen=True)
 class _Plain:
-    """Hides the plain module from Linen, which would give it a path as a child."""
+    """Holds the plain module."""
 
+    # Linen would give a module that is itself a field of another one a path as a child.
     module: nn.Module
 
 
@@ -120,7 +121,8 @@ class WithPolicy(nn.Module):
         object.__setattr__(self, "_bound", bound)
 
     # `nowrap` hides the methods of this class from Linen, which would list one call as two, of this module
-    # and of the plain one, and would take this module for the parent of others.
+    # and of the plain one, and would take this module for the parent of others:
+    # https://github.com/google/flax/blob/v0.12.8/flax/linen/module.py#L505.
     @nn.nowrap
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("__call__", args, kwargs)
@@ -144,6 +146,7 @@ class WithPolicy(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Returns a method of the plain module, run under the policy, or an attribute of it."""
         plain = vars(self).get("plain")
+        # Without `plain`, the object is being built or copied. `_bound` is missing until `setup` has run.
         if plain is None or name.startswith("__") or name == "_bound":
             return super().__getattr__(name)
         cls = type(plain.module)
@@ -171,13 +174,15 @@ class WithPolicy(nn.Module):
             module: nn.Module = self._bound
             if not module.is_initializing():
                 self.policy.check_rules(module.variables.get("params", {}))
-            # The scopes of submodules inherit the flags. `nn.jit` traces a module again if they differ, and
-            # knows nothing else of the policy.
+            # The scopes of submodules inherit the flags. `nn.jit` traces a module again if they differ
+            # (https://github.com/google/flax/blob/v0.12.8/flax/linen/transforms.py#L516), and knows nothing
+            # else of the policy.
             scope: Any = module.scope
             flags = {**scope.flags, "jmp_lite.precision": repr(precision)}
             intercept = functools.partial(_intercept, precision, len(module.path))
             with layers.attributes(scope, {"flags": flags}), nn.intercept_methods(intercept):
                 output = getattr(module, method)(*args, **kwargs)
+            # Flax has made the parameters in float32, or in the `param_dtype` of a layer.
             if module.is_initializing():
                 params = module.variables.get("params", {})
                 self.policy.check_rules(params)
@@ -186,6 +191,7 @@ class WithPolicy(nn.Module):
             return output
 
         scope: Any = module.scope
+        # What a run that fails has changed: variables of mutable collections, and how many keys were drawn.
         before, counters = _copy_dicts(module.variables), _copy_dicts(scope.rng_counters)
 
         def restore() -> None:
@@ -243,5 +249,7 @@ def _cast_param(
     module: nn.Module, path: str, precision: Precision, name: str, *args: Any, **kwargs: Any
 ) -> Any:
     """Runs `module.param` and casts what it returns. The stored parameter stays as it is."""
+    # The method of the class: the attribute `param` of the module is this function, for the length of the
+    # call.
     value = type(module).param(module, name, *args, **kwargs)
     return precision.cast_param(value, join(path, name))

@@ -97,6 +97,7 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
         raise ValueError("The model is under a policy already. Give the plain model to nnx.with_policy.")
     wide = parse_reduce_dtype(reduce_dtype)
     model = nnx.clone(model)
+    # A tree of arrays, whose paths have no `value` of a variable at their end.
     params = nnx.as_pure(nnx.state(model, nnx.Param))
     policy.check_rules(params)
     nnx.update(model, policy.cast_to_param(params))
@@ -136,7 +137,9 @@ def _set(module: Any, setting: _Setting) -> None:
 
 
 def _keep_dtypes(args: T, /, *, dtype: Any = None, inexact: bool = True) -> T:
-    """Replaces `promote_dtype` of normalization layers, which would round running statistics to half."""
+    """Replaces `promote_dtype` of normalization layers."""
+    # That would round the input, the running statistics, scale and bias to half:
+    # https://github.com/google/flax/blob/v0.12.8/flax/nnx/nn/normalization.py#L385.
     del dtype, inexact
     return args
 
@@ -149,7 +152,8 @@ def _own_params(module: nnx.Module) -> dict[str, Any]:
 
 
 def _is_node(value: Any) -> bool:
-    """Whether a cast must not copy `value`: a module, variable or Rngs, whose copy would lose updates."""
+    """Whether a cast must not copy `value`: a module, variable or Rngs."""
+    # A call changes these in place, and changes of a copy would be lost.
     is_container = isinstance(value, (nnx.List, nnx.Dict))  # Flax counts containers as modules.
     return isinstance(value, (nnx.Variable, nnx.Module, nnx.Rngs, nnx.RngStream)) and not is_container
 
@@ -159,7 +163,8 @@ def _is_node(value: Any) -> bool:
 @functools.lru_cache(maxsize=256)
 def _subclass(cls: type, layer: bool) -> type:
     """Returns a subclass of `cls` with methods that run in `_call`: for a user's class, all public ones."""
-    # `attend` of `nnx.Embed` is the only other method of a Flax layer that computes a product.
+    # `attend` of `nnx.Embed` is the only other method of a Flax layer that computes a product:
+    # https://github.com/google/flax/blob/v0.12.8/flax/nnx/nn/linear.py#L1321.
     names = {"__call__", "attend"} & set(dir(cls))
     if not layer:
         own = cls.__mro__[: cls.__mro__.index(nnx.Module)]
@@ -224,6 +229,7 @@ def _call(module: Any, name: str, method: Callable[..., Any], args: Args, kwargs
 
     if not setting.is_model:
         return run(setting)
+    # What a run that fails has changed: the variables of the model and of modules among the arguments.
     nodes = nnx.iter_graph([module, *filter(is_object, jax.tree.leaves((args, kwargs), is_leaf=is_object))])
     values = [(node, node.get_value()) for _, node in nodes if isinstance(node, nnx.Variable)]
 

@@ -31,6 +31,7 @@ def split_objects(
     graph, state = nnx.split(objects)
 
     def pure(state: Any, others: dict[str, Any]) -> tuple[T, Any]:
+        # Copies that belong to this trace: NNX refuses to change a module from another one.
         copies = nnx.merge(graph, state)
         before = {path: _value(leaf) for path, leaf in nnx.to_flat_state(nnx.state(copies))}
         args, kwargs = jax.tree.unflatten(structure, [(copies | others)[name] for name in named])

@@ -18,9 +18,10 @@ def wide_gradients(
     layer: Any, compute_dtype: np.dtype, reduce_dtype: np.dtype | None, adds_bias: bool
 ) -> dict[str, Any]:
     """Returns the attributes that give the weight of a Flax layer a gradient in `reduce_dtype`."""
-    # The layer casts its input and weight to `reduce_dtype`, which XLA removes, and the product casts them to
-    # `compute_dtype`. A layer with a product of its own keeps it. A layer that adds a bias would add it in
-    # `reduce_dtype` too.
+    # Devices sum a gradient in the dtype of the product that makes it, and cast it afterwards
+    # (https://github.com/jax-ml/jax/issues/27496). So the layer casts its input and weight to `reduce_dtype`,
+    # which XLA removes, and the product casts them to `compute_dtype`. A layer with a product of its own
+    # keeps it. A layer that adds a bias would add it in `reduce_dtype` too.
     own = getattr(layer, "dot_general_cls", None) or layer.dot_general not in (None, lax.dot_general)
     if own or adds_bias or reduce_dtype is None or compute_dtype.itemsize >= reduce_dtype.itemsize:
         return {}

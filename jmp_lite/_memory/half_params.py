@@ -76,8 +76,10 @@ def with_master_params(
         check_update(made_by, MasterParamsState, state, params, needs_params=True)
         full = full_params(params, state.masters)
         grads = at_least_float32(updates)
+        # The step of a float32 program: `inner` sees float32 parameters, and the new ones are float32.
         changes, inner_state = transform.update(grads, state.inner_state, full, **extra_args)
         new = optax.apply_updates(full, changes)
+        # The new value of a parameter without a master is in `changes` already.
         masters = jax.tree.map(lambda p, master: master if is_half(p) else optax.MaskedNode(), params, new)
         return _rounding_updates(params, changes, new), MasterParamsState(masters, inner_state)
 
@@ -148,6 +150,7 @@ def with_stochastic_rounding(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, StochasticRoundingState, state, params, needs_params=True)
+        # Without masters, the sum of parameter and update is float32 within this step only.
         full = at_least_float32(params)
         grads = at_least_float32(updates)
         changes, inner_state = transform.update(grads, state.inner_state, full, **extra_args)
@@ -176,6 +179,7 @@ def _rounding_updates(
 
     `key_of` returns the key that rounds a parameter stochastically, or None to round to nearest.
     """
+    # The index of a leaf is a part of its random bits: leaves of one shape would be rounded alike.
     leaves, structure = jax.tree.flatten(params)
     updates = structure.flatten_up_to(changes)
     for index, (param, new_param) in enumerate(zip(leaves, structure.flatten_up_to(new), strict=True)):
@@ -195,9 +199,10 @@ def full_params(params: Any, masters: Any) -> Any:
             raise _changed_dtype(path_name(path), jnp.result_type(param), has_master)
         if not has_master:
             return param
-        # Not a cast: XLA may drop a cast to half and back (https://github.com/jax-ml/jax/issues/6283), and
-        # then every parameter would look changed.
+        # Not a cast: XLA may drop a cast to half and back (https://github.com/jax-ml/jax/issues/6283), as it
+        # does on GPUs (https://github.com/openxla/xla/issues/41605). Every parameter would then look changed.
         unchanged = rounding.round_to(master, param.dtype) == param.astype(jnp.float32)
+        # By element, since a user may have clipped or averaged some of them.
         return jnp.where(unchanged, master, param.astype(jnp.float32))
 
     # JAX sees no leaf in `optax.MaskedNode`, which stands for a parameter without a master.
@@ -229,10 +234,10 @@ def _changed_dtype(name: str, dtype: Any, has_master: bool) -> ChangedDtype:
 
 
 def init_for_masters(inner: optax.GradientTransformation, params: Any) -> Any:
-    """Returns a state of `inner` for float32 parameters; only `with_master_params` sees the half ones.
-
-    So `with_loss_scale` works outside of `with_master_params`, with any transforms between them.
-    """
+    """Returns a state of `inner` for float32 parameters; only `with_master_params` sees the half ones."""
+    # `with_loss_scale` is outside of `with_master_params`, with any transforms between them. It initializes
+    # all of them with float32 parameters, so that `with_master_params` makes no masters. So `init` runs again
+    # with the parameters as they are, and the states of `with_master_params` are taken from that run.
     wide = at_least_float32(params)
     state = inner.init(wide)
     if not any(map(is_half, jax.tree.leaves(params))) or not nodes_of(state, MasterParamsState):

@@ -15,7 +15,7 @@ from .half_params import MasterParamsState
 from .rounding import AxisName, first_key, key_of_shard, next_key, round_leaf
 from .wrapper import MIGRATE, Transform, as_transform, check_update, differentiated
 
-_FEW = 1024  # Elements.
+_FEW = 1024  # Elements. A smaller array rests in half only if it belongs to a parameter.
 
 
 class HalfState(NamedTuple):
@@ -107,12 +107,14 @@ def with_half_state(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_update(made_by, HalfState, state, params)
+        # An optimizer that needs no parameters may be called without them. Gradients have the same shapes.
         shapes, may_rest = _read_init(transform.init, updates if params is None else params)
         resting = jax.tree_util.tree_map_with_path(rests, may_rest)
         _check_settings(state, shapes, resting, target, stochastic_rounding)
         widen = lambda leaf, rest: leaf.astype(jnp.float32) if rest else leaf
         wide = jax.tree.map(widen, state.inner_state, resting)
-        # Adafactor rounds its moments to the dtype of the parameters, so these are widened, too.
+        # Adafactor rounds its moments to the dtype of the parameters, so these are widened, too:
+        # https://github.com/google-deepmind/optax/blob/v0.2.8/optax/_src/factorized.py#L187.
         updates, params = at_least_float32((updates, params))
         updates, new = transform.update(updates, wide, params, **extra_args)
         new_key = None if state.key is None else next_key(state.key)
@@ -139,6 +141,7 @@ def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
     # The jaxpr shows which arrays are made from the values of the parameters. The values cannot show it: a
     # bias of zeros equals its moment, and there are no values inside `jit`.
     jaxpr = traced.jaxpr
+    # By `id`: a literal cannot be hashed, and the jaxpr keeps its variables alive meanwhile.
     from_params = set(map(id, jaxpr.invars))
     for equation in jaxpr.eqns:
         if any(id(operand) in from_params for operand in equation.invars):
@@ -171,6 +174,8 @@ def _check_settings(
             "with_half_state: the state does not belong to these gradients and this optimizer. Give a "
             f"gradient for each parameter. {MIGRATE}"
         )
+    # An optimizer may keep half arrays of its own, as `optax.adam(1e-3, mu_dtype="bfloat16")` does. `shapes`
+    # has these in half too.
     expected = zip(jax.tree.leaves(shapes), jax.tree.leaves(resting), strict=True)
     for (name, leaf), (shape, rest) in zip(named_leaves(state.inner_state), expected, strict=True):
         if is_half(leaf) != (rest or is_half(shape)):
@@ -203,7 +208,9 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
 def _check_patterns_match(patterns: tuple[str, ...], state: Any) -> None:
     """Raises a ValueError if a pattern matches no leaf of `state` that could rest in half precision."""
     names = [name for name, leaf in named_leaves(state) if _is_floating_array(leaf)]
-    if not names:  # `optax.tree_map_params` calls `init` with a placeholder that has no arrays.
+    # `optax.tree_map_params` calls `init` with a placeholder that has no arrays:
+    # https://github.com/google-deepmind/optax/blob/v0.2.8/optax/tree_utils/_state_utils.py#L144.
+    if not names:
         return
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):

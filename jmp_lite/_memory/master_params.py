@@ -95,6 +95,7 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[S, T]:
     def with_values(state: Any) -> Any:
         if not is_master_state(state):
             return state
+        # `masters` has the paths of the parameters, and no leaf where a parameter has no master.
         place = lambda path, old: placed_like(by_path[path_name(path)], old)
         return MasterParamsState(jax.tree_util.tree_map_with_path(place, state.masters), state.inner_state)
 
@@ -113,6 +114,7 @@ def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:
         )
     by_path: dict[str, jax.Array] = {}
     known = shapes(params)
+    # `optax.multi_transform` has a state for each of its labels, with the masters of these parameters only.
     for state in states:
         for name, master in named_leaves(without_nnx_variables(state.masters)):
             if known.get(name) != jnp.shape(master):

@@ -13,6 +13,7 @@ def misfit(old: Any, new: Any) -> str | None:
         return f"is a {type(old).__name__} there and an array in tx"
     if np.shape(old) != np.shape(new):
         return f"has the shape {np.shape(old)} there and {np.shape(new)} in tx"
+    # A Python number has no dtype: it takes the smallest one that holds it.
     given, asked = (getattr(x, "dtype", None) or np.min_scalar_type(x) for x in (old, new))
     return None if _holds(asked, given) else f"is {given} there and {asked} in tx; cast it yourself"
 
@@ -21,6 +22,7 @@ def _holds(new: Any, old: Any) -> bool:
     """Whether numbers of the dtype `old` may become `new`: only half precision is asked for, and rounds."""
     if jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating):
         return jnp.finfo(new).bits < 32 or jnp.finfo(new).bits >= jnp.finfo(old).bits
+    # PRNG keys: `np.can_cast` raises an error for the extended dtypes of JAX.
     if jnp.issubdtype(new, jax.dtypes.extended) or jnp.issubdtype(old, jax.dtypes.extended):
         return new == old
     return (new == jnp.bool_) == (old == jnp.bool_) and np.can_cast(old, new)
@@ -31,10 +33,12 @@ def placed_like(value: Any, old: Any) -> Any:
     if not hasattr(old, "dtype"):
         return value
     if _is_committed(value) and len(value.sharding.device_set) == 1 and not _is_committed(old):
-        # JAX would not combine an array that Orbax committed to one device with arrays on another.
+        # JAX would not combine an array that Orbax committed to one device with arrays on another:
+        # https://docs.jax.dev/en/latest/_autosummary/jax.Array.committed.html.
         value = np.asarray(value)
     value = jnp.array(value, old.dtype, copy=True)
-    # `jax.device_put` commits an array to its devices, and a jitted step would compile again for it.
+    # `jax.device_put` commits an array to its devices, and a jitted step would compile again for it:
+    # https://github.com/jax-ml/jax/issues/15924.
     return jax.device_put(value, old.sharding) if _is_committed(old) else value
 
 

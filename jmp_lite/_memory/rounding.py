@@ -1,13 +1,6 @@
 """Rounding float32 to a narrower dtype: to nearest, or up and down at random so that the mean is kept.
 
-The results are float32 numbers that the narrower dtype holds. XLA may drop the casts `float32 -> float16 ->
-float32` of a program (`xla_allow_excess_precision`, on by default), and does so for a GPU. So the rounding is
-written in integers and powers of two, which XLA does not change.
-
-A GPU computes the random bits inside the optimizer's own kernels. Every element hashes its index twice with
-words of the key, in two multiplications and three shifts a hash. The bits are too weak for simulations, but
-cheap: `jax.random.bits` (Threefry) has 20 rounds for each element, and the results of the `rbg` generator
-go through memory.
+The results are float32 numbers that the narrower dtype holds.
 """
 
 import zlib
@@ -84,6 +77,9 @@ def round_to(x: jax.Array, dtype: np.dtype, bits: jax.Array | None = None) -> ja
 
     It rounds to nearest, ties to even, or with random bits, uint32, of the shape of `x`.
     """
+    # In integers and powers of two, which XLA does not change. It may drop the casts float32 -> float16 ->
+    # float32 of a program (`xla_allow_excess_precision`, on by default), and does so for a GPU:
+    # https://github.com/openxla/xla/issues/41605.
     has_float32_exponent = jnp.finfo(dtype).maxexp == jnp.finfo(jnp.float32).maxexp
     return (_drop_bits if has_float32_exponent else _round_on_grid)(x.astype(jnp.float32), dtype, bits)
 
@@ -92,7 +88,7 @@ def _drop_bits(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax.Arr
     """`round_to` for a dtype with the exponent of float32: its numbers are float32 without the last bits."""
     # Adds a number between 0 and all dropped bits, then cuts these bits off. A carry into the exponent is
     # right: the number after 1.99 is 2.0, and the number after the largest one is inf.
-    dropped = 23 - jnp.finfo(dtype).nmant
+    dropped = 23 - jnp.finfo(dtype).nmant  # A float32 has 23 bits of mantissa.
     all_dropped = np.uint32(2**dropped - 1)
     pattern = lax.bitcast_convert_type(x, jnp.uint32)
     added = (pattern >> dropped & 1) + all_dropped // 2  # To nearest: half, and a tie goes to even.
@@ -110,8 +106,10 @@ def _round_on_grid(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax
     limits = jnp.finfo(dtype)
     size = jnp.abs(x)
     exponent = lax.bitcast_convert_type(size, jnp.uint32) & _EXPONENT
+    # The bits of the smallest normal number. Below it, the gaps do not become smaller.
     smallest_normal = np.uint32(127 + limits.minexp) << np.uint32(23)
     gap = jnp.maximum(exponent, smallest_normal) - (np.uint32(limits.nmant) << np.uint32(23))
+    # The exponent fields of a power of two and of its reciprocal add up to 254, twice the bias.
     one_over_gap = (np.uint32(254) << np.uint32(23)) - gap
     steps = size * lax.bitcast_convert_type(one_over_gap, jnp.float32)
     rounded = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -122,23 +120,25 @@ def _round_on_grid(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax
         uniform = (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
         rounded = jnp.where(size > largest, rounded, below + (uniform < steps - below).astype(jnp.float32))
     rounded = rounded * lax.bitcast_convert_type(gap, jnp.float32)
+    # The sign comes last, so that what rounds to zero keeps it.
     return jnp.copysign(jnp.where(rounded > largest, np.float32(np.inf), rounded), x)
 
 
 def update_to(param: jax.Array, rounded: jax.Array) -> jax.Array:
-    """Returns the float32 update with which `optax.apply_updates` turns `param` into `rounded`.
-
-    The sum is exact unless `param` is 2**13 times larger than `rounded` in float16, or 2**16 times in
-    bfloat16. On a CPU, XLA takes updates below 2**-126 for 0.
-    """
+    """Returns the float32 update with which `optax.apply_updates` turns `param` into `rounded`."""
+    # That adds in float32 and casts the sum:
+    # https://github.com/google-deepmind/optax/blob/v0.2.8/optax/_src/update.py#L42.
+    # The sum is exact unless `param` is 2**13 times larger than `rounded` in float16, or 2**16 times in
+    # bfloat16. On a CPU, XLA takes updates below 2**-126 for 0: https://github.com/jax-ml/jax/issues/16200.
     old = param.astype(jnp.float32)
     # Only minus zero leaves every parameter as it is: an update of 0.0 turns -0.0 into 0.0.
     return jnp.where(rounded == old, np.float32(-0.0), rounded - old)
 
 
 class RoundingKey(NamedTuple):
-    """The key of a step: two uint32 scalars, since XLA fuses all readers of a small array into one kernel."""
+    """The key of a step."""
 
+    # Two uint32 scalars, since XLA fuses all readers of a small array into one kernel.
     word: Any  # A random number that stays the same over a run.
     step: Any  # The number of the step, counted from a random number on.
 
@@ -155,6 +155,7 @@ def first_key(made_by: str, key: Any) -> RoundingKey:
 def rounding_key(made_by: str, key: Any) -> RoundingKey:
     dtype = getattr(key, "dtype", None)
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ()
+    # `jax.random.PRNGKey` has two words of uint32, and four if the generator is `rbg`.
     if not (is_key or (dtype == np.uint32 and key.shape in ((2,), (4,)))):
         raise TypeError(f"{made_by}: key is one PRNG key, such as jax.random.key(0). Got {key!r:.200}.")
     word, step = jax.random.bits(key, (2,), jnp.uint32)
@@ -174,13 +175,15 @@ def key_of_shard(key: RoundingKey | None, axis_name: AxisName, x: jax.Array) -> 
     for axis in (axis_name,) if isinstance(axis_name, str) else axis_name:
         try:
             index = lax.axis_index(axis)
+        # JAX's error for an axis that no transform binds. It says nothing of `axis_name`.
         except NameError as error:
             raise ValueError(
                 f"Stochastic rounding: axis_name={axis!r} is no axis of a jax.shard_map or jax.vmap around "
                 "the update. Under jit leave axis_name out: devices round apart there."
             ) from error
         # If `shard_map` knows that an array is the same along an axis, all devices have one key. With
-        # `check_vma=False` no array is known to vary along an axis, not even the index of the axis.
+        # `check_vma=False` no array is known to vary along an axis, not even the index of the axis:
+        # https://docs.jax.dev/en/latest/_autosummary/jax.shard_map.html.
         if axis in _varying_axes(x) or axis not in _varying_axes(index):
             word = _hash(word + (index.astype(jnp.uint32) + np.uint32(1)) * np.uint32(_GOLDEN))
     return RoundingKey(word, key.step)
@@ -196,13 +199,16 @@ def random_bits(key: RoundingKey, leaf: int, x: jax.Array) -> jax.Array:
     They do not depend on the number of devices. `leaf` numbers the arrays that are rounded with one key.
     """
     # The index of an element is computed from its indices along the axes, so that each device makes the bits
-    # of its own part of a sharded array.
-    # Zeros that are made from `x`, because without `jax.set_mesh` those of `jnp.zeros_like` are not sharded.
+    # of its own part of a sharded array. The zeros are made from `x`, because without `jax.set_mesh` those of
+    # `jnp.zeros_like` are not sharded: https://github.com/jax-ml/jax/issues/16080.
     index = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & np.uint32(0)
     for axis, size in enumerate(x.shape):
         # One axis at a time: on a mesh of explicit axes, each device holds the whole iota.
         along = [size if other == axis else 1 for other in range(x.ndim)]
         index = index * np.uint32(size % 2**32) + lax.broadcasted_iota(jnp.uint32, along, axis)
+    # A GPU computes this inside the optimizer's own kernels: two hashes an element, each of two
+    # multiplications and three shifts. The bits are too weak for simulations, but cheap: Threefry, behind
+    # `jax.random.bits`, has 20 rounds an element, and the results of the `rbg` generator go through memory.
     first = _hash(jnp.asarray(key.word) ^ np.uint32(leaf * _GOLDEN % 2**32))
     second = _hash(jnp.asarray(key.step) + first)
     return _hash(_hash(index + first) ^ second)

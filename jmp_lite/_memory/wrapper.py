@@ -26,7 +26,8 @@ def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transf
     `needs_all` says whether every parameter needs a gradient; `optax.sgd` accepts some of them.
     """
     if isinstance(inner, optax.MultiSteps):
-        # Its `gradient_transformation()` takes no extra arguments, such as the loss of `reduce_on_plateau`.
+        # Its `gradient_transformation()` takes no extra arguments, such as the loss of `reduce_on_plateau`:
+        # https://github.com/google-deepmind/optax/blob/v0.2.8/optax/transforms/_accumulation.py#L424.
         accumulation: Any = inner
         inner = Transform(accumulation.init, accumulation.update)
     if not isinstance(inner, optax.GradientTransformation):
@@ -45,21 +46,25 @@ def as_transform(made_by: str, inner: Any, *, needs_all: bool = False) -> Transf
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         given, known = shapes(updates), shapes(differentiated(params))
-        # `optax.contrib.dpsgd` takes gradients with one axis more, that of the examples.
+        # `optax.contrib.dpsgd` takes gradients with one axis more, that of the examples:
+        # https://github.com/google-deepmind/optax/blob/v0.2.8/optax/contrib/_privacy.py#L59.
         if params is not None and any(shape[1:] != known.get(name) for name, shape in given.items()):
             _check_shapes(made_by, given, known)
         if needs_all:
             _check_complete(made_by, given, known)
         try:
             updates, new_state = transform.update(updates, state, params, **extra_args)
-        except ChangedDtype:
+        except ChangedDtype:  # In our own words already.
             raise
         except Exception as error:
+            # JAX's error would be about two tree structures: it names neither a missing gradient nor the
+            # other optimizer that made the state.
             _check_complete(made_by, given, known)
             if params is not None:
                 _check_structure(made_by, state, jax.eval_shape(transform.init, params), error)
             raise
         if params is not None:
+            # `optax.apply_updates` would broadcast an update of another shape.
             _check_shapes(made_by, shapes(differentiated(updates)), known, "update")
         return updates, new_state
 

@@ -32,6 +32,7 @@ def check_accumulation(transform: optax.GradientTransformation, params: Any, sta
         (node.mini_step, node.gradient_step) for node in nodes_of(state, optax.MultiStepsState)
     ]
     before = count(state)
+    # Counters that are traced or batched cannot be read, and without a micro-batch nothing can be lost.
     if any(is_traced(mini) or np.ndim(mini) for mini, _ in before) or not any(
         int(mini) for mini, _ in before
     ):
@@ -46,6 +47,8 @@ def check_accumulation(transform: optax.GradientTransformation, params: Any, sta
         counted = after(params, state)
     except Exception:  # It needs extra arguments. Then it cannot be told.
         return
+    # An `optax.MultiSteps` counts one micro-batch more, or ends the accumulation and counts a step. If it
+    # does neither, it takes fewer micro-batches than there are already.
     for (mini, step), (next_mini, next_step) in zip(before, counted, strict=True):
         if int(mini) and int(next_mini) != int(mini) + 1 and int(next_step) == int(step):
             raise ValueError(

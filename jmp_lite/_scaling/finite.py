@@ -1,13 +1,5 @@
 """Whether gradients are finite, in few kernels.
 
-A reduction for each leaf costs a GPU two kernels a leaf, more than the optimizer itself. So leaves of one
-shape are checked in groups. Small leaves are stacked, which XLA does inside the kernel that reads them.
-Stacking large leaves would copy them. They are reduced row by row, and the reductions of a group share an
-operand, because XLA fuses reductions that share one into one kernel. So each leaf is read once, where it is:
-leaves of one shape may have different shardings. (A variadic `lax.reduce` over a group needs no shared
-operand and as few kernels, but its operands have one sharding: on a mesh of 8 H100s XLA adds an all-to-all
-for each leaf with another one.)
-
 `python -m benchmarks.compiled.loss_scale_cost` counts the kernels.
 `benchmarks/tests/compiled/test_h100.py` holds them.
 """
@@ -31,23 +23,28 @@ _LONGEST_ROW = 2**17  # The shared operand is as long as a row.
 
 def leaves_finite(tree: Any) -> jax.Array:
     """Returns whether each leaf is finite, as booleans in the order of `jax.tree.leaves`."""
+    # A reduction for each leaf costs a GPU two kernels a leaf, more than the optimizer itself. So leaves of
+    # one shape are checked in groups.
     leaves = jax.tree.leaves(tree)
     groups: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
         if is_floating(leaf):
-            # On a mesh of explicit axes JAX stacks only arrays of one sharding.
+            # On a mesh of explicit axes JAX stacks only arrays of one sharding. Others raise a
+            # `ShardingTypeError`.
             leaf_type = jax.typeof(leaf)
             groups.setdefault((leaf_type.shape, leaf_type.sharding), []).append(index)
     starts = [(group, start) for group in groups.values() for start in range(0, len(group), _GROUP)]
     parts = [group[start : start + _GROUP] for group, start in starts]
     flags = [_leaves_of_one_shape_finite([jnp.asarray(leaves[index]) for index in part]) for part in parts]
+    # The flags come in the order of the groups, and leaves without floating numbers after them.
     order = [index for part in parts for index in part]
     others = sorted(set(range(len(leaves))) - set(order))
     flags = jnp.concatenate([*flags, jnp.ones(len(others), jnp.bool_)])
     if (order := order + others) != sorted(order):
         flags = flags[np.argsort(order)]
-    # Callers read the flags and `flags.all()`. Without the barrier XLA computes the reductions twice, once in
-    # each of these readers, and reads the gradients twice.
+    # Callers read the flags and `flags.all()`. Without the barrier XLA fuses the reductions into each of
+    # these readers, and reads the gradients twice:
+    # https://docs.jax.dev/en/latest/_autosummary/jax.lax.optimization_barrier.html.
     return lax.optimization_barrier(flags)
 
 
@@ -58,11 +55,17 @@ def _leaves_of_one_shape_finite(leaves: list[jax.Array]) -> jax.Array:
     if len(leaves) > 1 and math.prod(shape) > _SMALL:
         if (row := _row(shape)) is None:  # Too short for a block of threads, or too long to share.
             return jnp.stack([flags.all() for flags in finite])
+        # Large leaves are not stacked, which would copy them. They are reduced row by row, and the reductions
+        # share an operand, because XLA fuses reductions that share one into one kernel. So each leaf is read
+        # once, where it is: leaves of one shape may have different shardings. A variadic `lax.reduce` needs
+        # no shared operand, but its operands have one sharding: on a mesh of 8 H100s XLA adds an all-to-all
+        # for each leaf with another one.
         # XLA would remove `x & True`. The barrier hides from it that the shared operand is all ones.
         shared = lax.optimization_barrier(jnp.ones(row, jnp.bool_))
         axes = tuple(range(len(shape) - len(row), len(shape)))
         shared = shared.reshape((1,) * (len(shape) - len(row)) + row)
         finite = [(flags & shared).all(axis=axes) for flags in finite]
+    # XLA stacks small leaves, and rows of flags, inside the kernel that reads them.
     stacked = jnp.stack(finite)
     return stacked.all(axis=tuple(range(1, stacked.ndim)))
 

@@ -70,7 +70,8 @@ def _true_value_and_grad(
         # The true loss is an auxiliary output, since the scaled loss may overflow.
         return scale.scale(loss), _LossAndAux(loss, aux)
 
-    # Equinox's transforms take no `argnums`, so the default of all transforms, 0, is left out.
+    # Equinox's transforms take no `argnums`, so the default of all transforms, 0, is left out:
+    # https://github.com/patrick-kidger/equinox/blob/v0.13.8/equinox/_ad.py#L173.
     settings = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
     scaled_value_and_grad = value_and_grad_fn(scaled, has_aux=True, **settings)
 
@@ -79,6 +80,7 @@ def _true_value_and_grad(
         try:
             value, grads = scaled_value_and_grad(*args, **kwargs)
         except Exception as error:
+            # JAX's error for a model with functions in it does not name the transform of its library.
             if value_and_grad_fn is jax.value_and_grad and (cause := _needs_other_fn(error, args, argnums)):
                 raise TypeError(f"{made_by}: {cause}") from error
             raise
@@ -90,6 +92,7 @@ def _true_value_and_grad(
                 f"{'jmp.grad takes one of these too' if is_grad else 'For gradients alone: jmp.grad'}."
             )
         loss, aux = value[1]
+        # `NoOpLossScale` returns half gradients as they are.
         grads = at_least_float32(scale.unscale(grads))
         return ((loss, aux) if has_aux else loss), grads
 
@@ -195,6 +198,7 @@ _FUNCTIONS = {"flax": "nnx.value_and_grad", "equinox": "eqx.filter_value_and_gra
 
 def _library(node: Any) -> str | None:
     """Returns the library of a module, if it has a `value_and_grad` of its own, or None."""
+    # By its names: this package imports neither Flax nor Equinox.
     libraries = (base.__module__.split(".")[0] for base in type(node).__mro__ if base.__name__ == "Module")
     return next((library for library in libraries if library in _FUNCTIONS), None)
 
@@ -206,6 +210,7 @@ def _needs_other_fn(error: Exception, args: tuple[Any, ...], argnums: Any) -> st
     others = [(name, leaf) for name, leaf in named_leaves(chosen) if not is_floating(leaf)]
     if not (isinstance(error, TypeError) and others):
         return None
+    # The module itself, not its leaves: its class says which library differentiates it.
     modules = jax.tree.leaves(chosen, is_leaf=lambda node: _library(node) is not None)
     libraries = [library for library in map(_library, modules) if library is not None]
     functions = [_FUNCTIONS[library] for library in libraries[:1]] or list(_FUNCTIONS.values())

@@ -80,7 +80,8 @@ def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return at_least_float32(fun(*args, **kwargs))
 
     arrays = [leaves[index] for index in indices]
-    # A `jax.custom_vjp` gives gradients only to its arguments.
+    # A `jax.custom_vjp` gives gradients only to its arguments, and JAX refuses to differentiate what it
+    # closes over (https://github.com/jax-ml/jax/pull/4008). So arrays that are closed over become arguments.
     converted, outside = jax.closure_convert(run, *arrays)
     names = [paths[index] for index in indices] + ["that it takes from outside"] * len(outside)
     return _scaled(converted, names)(*arrays, *outside)
@@ -94,6 +95,7 @@ def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
         return checkpoint_name(run(*checkpoint_name(arrays, KEEP_FLOAT32_NAME)), KEEP_FLOAT32_NAME)
 
     def forward(*primals: Any) -> Any:
+        # With `symbolic_zeros`, JAX says which arguments are differentiated. The others may be in half.
         for name, primal in zip(names, primals, strict=True):
             if primal.perturbed and is_half(primal.value):
                 raise TypeError(
@@ -101,11 +103,13 @@ def _scaled(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
                     f"{primal.value.dtype}, which cannot hold a gradient without its scale. Give float32, "
                     "and cast inside: jmp.with_layer_loss_scale(jmp.autocast(layer, jnp.float16))."
                 )
+        # The function that pulls back is a pytree, so that it may be the residual of the custom derivative.
         return jax.vjp(kept, *(primal.value for primal in primals))
 
     def backward(pull_back: Any, cotangents: Any) -> Any:
         cotangents = jax.tree.map(_as_array, cotangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
         power = _power_of_two(cotangents)
+        # The reciprocal of a power of two is exact, and `pull_back` is linear: scale and division cancel.
         return _times(pull_back(_times(cotangents, 1 / power)), power)
 
     scaled: Any = jax.custom_vjp(kept)
@@ -118,12 +122,13 @@ def _power_of_two(cotangents: Any) -> jax.Array:
     floating = [x for x in jax.tree.leaves(cotangents) if has_dtype(x, jnp.inexact)]
     sizes = (jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in floating)
     largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
-    exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000  # Without sign and mantissa.
     # From 2**-126 to 2**126. The reciprocal of 2**127 is subnormal, and XLA flushes it to zero on a CPU:
     # https://github.com/jax-ml/jax/issues/16200.
     exponent = jnp.clip(exponent, 1 << 23, 253 << 23)
     power = lax.bitcast_convert_type(exponent, jnp.float32)
-    # Without the barrier XLA computes the maximum again in each kernel that reads it.
+    # Without the barrier XLA computes the maximum again in each kernel that reads it:
+    # https://docs.jax.dev/en/latest/_autosummary/jax.lax.optimization_barrier.html.
     return lax.optimization_barrier(jnp.where((largest > 0) & jnp.isfinite(largest), power, 1))
 
 

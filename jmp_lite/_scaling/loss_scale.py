@@ -23,7 +23,9 @@ from .scalars import LARGEST, SMALLEST, float32_scale, int32_count, is_number, n
 
 T = TypeVar("T")
 
-_NO_GRADIENTS = "_overwrite_with_gradient"  # `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`.
+# `OVERWRITE_WITH_GRADIENT` of Flax, whose `TrainState` puts these leaves in place of the old ones:
+# https://github.com/google/flax/blob/v0.12.8/flax/training/train_state.py#L110.
+_NO_GRADIENTS = "_overwrite_with_gradient"
 
 
 @runtime_checkable
@@ -63,6 +65,7 @@ LossScaleLike: TypeAlias = LossScale | float | jax.Array
 
 def is_loss_scale(value: Any) -> bool:
     """Whether `value` is a loss scale, and not the class of one."""
+    # The class `DynamicLossScale` has defaults for its fields, and so all members of the protocol.
     return isinstance(value, LossScale) and not isinstance(value, type)
 
 
@@ -144,7 +147,8 @@ class _Scaling(Shown):
     def _map(self, tree: T, operation: Any) -> T:
         def apply(leaf: Any) -> Any:
             if type(leaf) is complex or has_dtype(leaf, jnp.complexfloating):
-                # JAX would make the scale complex, and (inf + 0j) * (2 + 0j) is inf + NaN j.
+                # JAX would make the scale complex, and (inf + 0j) * (2 + 0j) is inf + NaN j:
+                # https://github.com/jax-ml/jax/issues/25679.
                 return jax.lax.complex(apply(jnp.real(leaf)), apply(jnp.imag(leaf)))
             if type(leaf) is float or has_dtype(leaf, jnp.floating):
                 # With `jax_enable_x64` JAX would make a Python float a float64.
@@ -269,6 +273,7 @@ class DynamicLossScale(_Scaling):
         finite = _as_flag(grads_finite)
         scale = jnp.asarray(self.loss_scale)
         counted = jnp.asarray(self.counter) + 1
+        # On the N-th finite step in a row, as jmp and torch: the counter starts again at 0 below.
         grow = finite & (counted == self.period)
         grown = scale * np.float32(self.factor)
         # The limit is rounded to float32 too: a limit of 0.7 is above the float32 number nearest to it.
@@ -310,6 +315,7 @@ class DynamicLossScale(_Scaling):
 
 def _as_flag(grads_finite: Any) -> jax.Array:
     """Returns what `adjust` was given as an array; a ValueError if it is not one boolean."""
+    # A Python bool has neither a shape nor a dtype.
     shape, dtype = getattr(grads_finite, "shape", ()), getattr(grads_finite, "dtype", type(grads_finite))
     if shape != () or dtype not in (bool, jnp.bool_):
         raise ValueError(

@@ -1,8 +1,4 @@
-"""Going on from an old optimizer state, under the settings and dtypes of another script: `migrate_state`.
-
-`tx.init(params)` and the old state are walked together. Their children are matched by name: a field, a key or
-an index, which is the same in a live state and in the dicts of a checkpoint.
-"""
+"""Going on from an old optimizer state, under the settings and dtypes of another script: `migrate_state`."""
 
 from typing import Any
 
@@ -81,6 +77,8 @@ def migrate_state(
 
 def _carry(path: str, new: Any, old: Any) -> Any:
     """Returns `new`, the part of the new state at `path`, with the values of `old`."""
+    # Both are walked together. Children are matched by name: a field, a key or an index, which is the same in
+    # a live state and in the dicts of a checkpoint.
     if isinstance(new, (StaticLossScale, NoOpLossScale)):
         return new  # Its number is a setting of the script.
     if type(new) in _WRAPPERS and not _is_state_of(type(new), old):
@@ -94,6 +92,7 @@ def _carry(path: str, new: Any, old: Any) -> Any:
     _check_class(path, new, old)
     both = _check_names(path, new, parts, olds)
     carried = [_carry(f"{path}/{n}", parts[n], olds[n]) if n in both else parts[n] for n in parts]
+    # One level deep, so that classes and settings of the node come from `tx`.
     structure = jax.tree.structure(new, is_leaf=lambda node: node is not new)
     return _restart(new, structure.unflatten(carried))
 
@@ -106,6 +105,7 @@ def _restart(new: Any, carried: Any) -> Any:
     if not isinstance(new, DynamicLossScale):
         return carried
     scale, start, left = carried.loss_scale, jnp.asarray(new.loss_scale), carried.hysteresis_left
+    # A scale that starts below its minimum, as jmp allows, fits from there on.
     fits = (scale >= jnp.minimum(start, new.min_loss_scale)) & (scale <= new.max_loss_scale)
     left = None if left is None else jnp.minimum(left, new.hysteresis)
     return replace_leaves(carried, loss_scale=jnp.where(fits, scale, start), hysteresis_left=left)
@@ -115,9 +115,11 @@ def _check_class(path: str, new: Any, old: Any) -> None:
     """Raises a ValueError if `tx` has no wrapper there, or one of another name, or another optimizer."""
     if type(new) not in _WRAPPERS and any(_is_state_of(wrapper, old) for wrapper in _WRAPPERS):
         raise _refused(path, "is the state of a wrapper that tx lacks there")
+    # A dict of a checkpoint has no name: names are structure, which is not saved.
     if isinstance(new, SkipNonfiniteState) and getattr(old, "name", new.name) != new.name:
         renamed = f"dataclasses.replace(old_state, name={new.name!r})"
         raise _refused(path, f"has the name {old.name!r} there and {new.name!r} in tx: {renamed} renames it")
+    # Named tuples are the states of optax. Dicts and lists may be those of a checkpoint.
     kinds = [type(node).__name__ for node in (old, new) if hasattr(node, "_fields")]
     if len({*kinds}) == 2:
         raise _refused(path, f"is a {kinds[0]} there and a {kinds[1]} in tx")
@@ -125,6 +127,7 @@ def _check_class(path: str, new: Any, old: Any) -> None:
 
 def _check_names(path: str, new: Any, parts: dict[str, Any], olds: dict[str, Any]) -> set[str]:
     """Returns the names of the children that have arrays in both nodes; a ValueError if others matter."""
+    # Only nodes with arrays count: an `EmptyState` of optax has nothing to carry over.
     wanted, given = ({name for name in nodes if jax.tree.leaves(nodes[name])} for nodes in (parts, olds))
     if type(new) in _WRAPPERS:  # A stateless optimizer may get wrappers that have a state.
         given |= wanted & olds.keys() & {"inner_state"}

@@ -25,9 +25,11 @@ def save_call(path: str | pathlib.Path, *args: Any) -> None:
         >>> jmp.load_call("/tmp/jmp_lite_call.npz", {"w": jnp.zeros(2)}, jax.random.key(1))[0]["w"].dtype.name
         'bfloat16'
     """
+    # Before the test for the process: to gather an array, all processes must take part.
     arrays = {name: _as_array(leaf) for name, leaf in named_leaves(args) if _is_array(leaf)}
     if jax.process_index() == 0 and not pathlib.Path(path).exists():
-        # NumPy's files hold no bfloat16 and no fp8: the name of each dtype stands beside its bytes.
+        # NumPy's files hold no bfloat16 and no fp8 (https://github.com/jax-ml/ml_dtypes/issues/41): the name
+        # of each dtype stands beside its bytes.
         held: dict[str, Any] = {name: array[..., None].view(np.uint8) for name, array in arrays.items()}
         held |= {f"{name}:dtype": np.array(array.dtype.name) for name, array in arrays.items()}
         np.savez(path, **held)
@@ -55,6 +57,7 @@ def load_call(path: str | pathlib.Path, *like: Any) -> tuple[Any, ...]:
             if _is_array(leaf):
                 if name not in file:
                     raise ValueError(f"load_call: {path} has no array {name!r}. Give like= as it was saved.")
+                # The bytes are the last axis, so that an array of shape `()` can be viewed too.
                 array = jnp.asarray(file[name].view(jnp.dtype(str(file[f"{name}:dtype"])))[..., 0])
                 is_key = _is_key(leaf)
                 leaf = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key else array

@@ -14,7 +14,8 @@ import numpy as np
 from .._tree import has_dtype
 
 LARGEST = float(np.finfo(np.float32).max)
-SMALLEST = float(np.finfo(np.float32).tiny)  # A GPU may flush smaller numbers.
+# XLA flushes smaller numbers to zero on a CPU, and may on a GPU: https://github.com/jax-ml/jax/issues/16200.
+SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 def is_number(value: Any) -> bool:
@@ -69,7 +70,7 @@ def _known(name: str, value: Any) -> float | None:
         raise ValueError(f"{name} should be a scalar. Got shape {jnp.shape(value)}.")
     try:
         return float(value)
-    except jax.errors.ConcretizationTypeError:
+    except jax.errors.ConcretizationTypeError:  # Traced.
         return None
 
 
@@ -81,8 +82,12 @@ def _whole(name: str, known: float, minimum: int) -> int:
 
 def _strongly_typed(value: Any, dtype: Any) -> Any:
     if isinstance(value, jax.Array):
-        # Copied, so that donating a state that holds the scale does not delete the caller's array.
+        # Copied, so that donating a state that holds the scale does not delete the caller's array:
+        # https://github.com/jax-ml/jax/pull/2936.
         return jnp.array(value, dtype, copy=True)
-    # An array of NumPy starts no backend. `jax.distributed.initialize` must come before one is started.
+    # An array of NumPy starts no backend, and `jax.distributed.initialize` must come before one is started:
+    # https://docs.jax.dev/en/latest/_autosummary/jax.distributed.initialize.html. It has a dtype of its own,
+    # so that a step does not compile again for its own strongly typed result:
+    # https://github.com/jax-ml/jax/issues/4274.
     with np.errstate(over="ignore"):
         return np.array(value, dtype)

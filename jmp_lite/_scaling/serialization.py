@@ -1,9 +1,4 @@
-"""Registers the state classes of this package with `flax.serialization`, if the program has imported it.
-
-Flax saves containers, its own classes, and registered classes. A state registers its class when it is made,
-so that `flax.serialization.to_bytes(train_state)` contains the loss scale. So Flax may be imported before or
-after this package, which does not import Flax.
-"""
+"""Registers the state classes of this package with `flax.serialization`, if the program has imported it."""
 
 import dataclasses
 import sys
@@ -16,6 +11,9 @@ from .._tree import is_floating, is_traced, replace_leaves
 
 def register(cls: type) -> None:
     """Registers a state class with `flax.serialization`, if the program has imported that."""
+    # Flax saves containers, its own classes, and registered classes: without this, the bytes of a train state
+    # would lack the loss scale. A state calls it when it is made, and not when its class is defined, so that
+    # Flax may be imported later; this package does not import it.
     serialization: Any = sys.modules.get("flax.serialization")
     register_with_flax = getattr(serialization, "register_serialization_state", None)
     if register_with_flax is None:  # Not imported, or being imported right now.
@@ -29,12 +27,14 @@ def register(cls: type) -> None:
         _check(state, saved, names)
         changes = {}
         for name in names:
+            # None on either side is a field that the settings of one run do not have, such as `grad_norm`.
             target, value = getattr(state, name), saved.get(name)
             if target is not None and value is not None:
                 changes[name] = serialization.from_state_dict(target, value, name=name)
         return replace_leaves(state, **changes)
 
-    # Each new state registers its class again, which is an error without `override`.
+    # Each new state registers its class again, which is an error without `override`:
+    # https://github.com/google/flax/blob/v0.12.8/flax/serialization.py#L135.
     register_with_flax(cls, to_state_dict, from_state_dict, override=True)
 
 
@@ -55,7 +55,7 @@ def _check(state: Any, saved: Any, names: list[str]) -> None:
         )
     if "leaf_finite" in names:
         _check_skipping(state, saved)
-    elif "loss_scale" in names:
+    elif "loss_scale" in names:  # A loss scale. That of `SkipNonfiniteState` is checked when it is restored.
         _check_scale(kind, saved.get("loss_scale"))
 
 

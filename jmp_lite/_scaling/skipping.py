@@ -82,8 +82,11 @@ class Skipping:
         self._check_loss_scale(state, extra_args)
         paths = leaf_names(without_nnx_variables(updates))
         names = state.leaf_names.paths
-        if len(names) != state.leaf_finite.shape[-1]:  # `optax.tree_map_params` loses the names.
+        # `optax.tree_map_params` returns a state with the structure of a placeholder's, which has no names:
+        # https://github.com/google-deepmind/optax/blob/v0.2.8/optax/tree_utils/_state_utils.py#L144.
+        if len(names) != state.leaf_finite.shape[-1]:
             names = paths
+        # The check comes first: a clip inside of `inner` turns inf into a finite number.
         grads, flags, finite, norm = self._check(at_least_float32(updates), extra_args.get("loss_scale"))
         flags = _in_order(flags, paths, names)
         inner_update = functools.partial(self._checked_update, extra_args)
@@ -174,12 +177,13 @@ class Skipping:
     ) -> tuple[Any, Any, jax.Array | None]:
         """Returns the updates and the new state of `inner`, and whether they may be applied.
 
-        An optimizer with extra arguments may evaluate the loss again, where its gradients overflow, or read a
-        loss that is not finite. One without them only gets gradients that were checked: the third result is
-        then None, and nothing is read twice.
+        The third result is None if only the gradients decide.
         """
         updates, new = self.inner.update(grads, state, params, **extra_args)
         _check_structure(new, state)
+        # An optimizer with extra arguments may evaluate the loss again, where its gradients overflow, as SAM
+        # does, or read a loss that is not finite. One without them only gets gradients that were checked, and
+        # nothing is read twice.
         given = {name: value for name, value in extra_args.items() if name != "loss_scale"}
         if not given:
             return updates, new, None
@@ -189,9 +193,11 @@ class Skipping:
 
 
 def _newly_nonfinite(new: Any, old: Any) -> Any:
-    """Returns `new` with zeros where it has not changed: line searches begin with a loss of inf."""
+    """Returns `new` with zeros where it has not changed."""
     if not is_floating(new):
         return 0.0
+    # Line searches begin with a loss of inf in their state, which is no fault of this step:
+    # https://github.com/google-deepmind/optax/blob/v0.2.8/optax/_src/linesearch.py#L266.
     old = jnp.asarray(old, jnp.result_type(new))
     return jnp.where((new == old) | (jnp.isnan(new) & jnp.isnan(old)), jnp.zeros_like(new), new)
 
@@ -222,7 +228,9 @@ def _update_where(
     taken, skipped = (functools.partial(select, jnp.bool_(flag)) for flag in (True, False))
     branch = lambda finite, *args: lax.cond(finite, taken, skipped, *args)
     # On a CPU, XLA runs a selected update in many passes and copies most of the donated buffers, so that a
-    # branch is faster. On a GPU a select is free, and a branch would make the host wait.
+    # branch is faster. On a GPU a select is free, and a branch would make the host wait. JAX knows the
+    # platform only when it lowers the step, since a step may be compiled for another one:
+    # https://docs.jax.dev/en/latest/_autosummary/jax.lax.platform_dependent.html.
     return lax.platform_dependent(finite, grads, state, params, cpu=branch, default=select)
 
 

@@ -24,7 +24,8 @@ class LeafNames:
             return False
         # By value: `jax.jit` reuses a program for equal structures, and would otherwise give the state of one
         # model the names of another. No names equal any names, so that equality is not transitive, on
-        # purpose: `optax.tree_map_params` compares with the state of a placeholder, which has no names.
+        # purpose: `optax.tree_map_params` compares with the state of a placeholder, which has no names
+        # (https://github.com/google-deepmind/optax/blob/v0.2.8/optax/tree_utils/_state_utils.py#L144).
         return self.paths is other.paths or self.paths == other.paths or not (self.paths and other.paths)
 
     def __hash__(self) -> int:
@@ -70,6 +71,7 @@ def count(counts: jax.Array, finite: jax.Array) -> jax.Array:
     """Returns the `counts` of a `SkipNonfiniteState` after one more step, taken if `finite`."""
     # As `optax.safe_increment`: a count that wrapped around would be negative.
     one_more = counts + (counts < np.int32(2**31 - 1)).astype(np.int32)
+    # A step that is taken counts in the first number, keeps the second and clears the third.
     kept = jnp.where(np.array([True, False, False]), one_more, counts) * np.array([1, 1, 0], np.int32)
     return jnp.where(finite, kept, one_more)
 
@@ -152,7 +154,9 @@ def get_metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]
 
 
 def _on_device(value: Any) -> jax.Array:
-    """Returns a JAX array. A number of NumPy is moved as `jax.transfer_guard` wants it, explicitly."""
+    """Returns a JAX array."""
+    # A number of NumPy is moved explicitly, which `jax.transfer_guard("disallow")` allows:
+    # https://github.com/google/jax/commit/beaa00c460ca6c36d38cc671856d05912dfc42df.
     return value if isinstance(value, jax.Array) else jax.device_put(value)
 
 

@@ -87,6 +87,7 @@ def raise_if_stuck(
                 save_call(*save)
         raise
     links = nodes_of(opt_state, SkipNonfiniteState, optax.ZeroNansState)
+    # `nodes_of` returns the states in the order of the chain: the first one sees the gradients first.
     if isinstance(links[0], optax.ZeroNansState):
         message = (
             "optax.zero_nans() in front of with_loss_scale turns NaN into 0 before the check, so that no "
@@ -137,6 +138,7 @@ def _check_gradients(state: SkipNonfiniteState, least_steps: int) -> None:
 def _has_grown(scale: DynamicLossScale, steps: int) -> bool:
     """Whether a scale has grown far too large in steps of which none was skipped, and did not start there."""
     exponent = math.log2(float(scale.loss_scale))
+    # No step was skipped, so the scale has grown once in each period.
     start = exponent - steps // scale.period * math.log2(scale.factor)
     return exponent >= _FAR_TOO_LARGE > start
 
@@ -146,6 +148,7 @@ def _moments_are_zero(inner_state: Any) -> bool:
     if nodes_of(inner_state, optax.MultiStepsState):  # Its optimizer has maybe not been called yet.
         return False
     paths = jax.tree_util.tree_leaves_with_path(without_nnx_variables(inner_state))
+    # `ScaleByAdamState.mu` and `TraceState.trace`, the names that optax uses for means of gradients.
     is_moment = lambda path: any(getattr(key, "name", None) in ("mu", "trace") for key in path)
     moments = [leaf for path, leaf in paths if is_moment(path) and is_floating(leaf) and np.ndim(leaf) > 0]
     # Each process reads its own part: a reduction over a global array would wait for the others.
@@ -164,7 +167,9 @@ def _complaint(
     steps, skipped, in_a_row = map(int, np.asarray(state.counts)[member])
     scale = None if state.loss_scale is None else float(_member(state.loss_scale.loss_scale, member))
     dynamic = state.loss_scale if isinstance(state.loss_scale, DynamicLossScale) else None
+    # Backing off does not change it any more.
     at_minimum = dynamic is not None and dynamic.backed_off(scale) == scale
+    # At its minimum a scale falls no more, so that skipped steps have another cause than its size.
     low = at_minimum and in_a_row > 0 and steps >= max_consecutive_skips
     if in_a_row >= max_consecutive_skips:
         said = f"The last {in_a_row} steps were skipped"
@@ -203,6 +208,7 @@ def describe(finite: dict[str, bool], most: int = 6) -> str:
     if not good:
         return f"all {len(finite)} parameters" if len(finite) > 1 else "the only parameter"
     bad_modules, good_modules = _modules(bad, good), _modules(good, bad)
+    # The shorter of the two lists.
     all_but = len(good_modules) < len(bad_modules)
     modules, words = (good_modules, ", all but ") if all_but else (bad_modules, ": ")
     more = f" and {len(modules) - most} more" if len(modules) > most else ""

@@ -47,8 +47,11 @@ class Diagnosis(Shown):
         self._case, self._is_step = case, case.call.value_and_grad_fn is None
         self._tolerance, self._given, self._device = tolerance, program, device
 
+    # The parts are cached properties. Each may compile a program: the call reads those that the page needs.
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns all parts. The call itself stays behind: its jaxprs cannot be pickled."""
+        # The public properties, each of which is computed here if it has not been read yet.
         own = vars(type(self)).items()
         parts = [n for n, each in own if isinstance(each, functools.cached_property) and n[0] != "_"]
         return {name: getattr(self, name) for name in (*parts, "_values")}
@@ -85,7 +88,7 @@ class Diagnosis(Shown):
         """The report of `compare_precision`; None if it was skipped."""
         if self._is_step or self._why_skipped:
             return None
-        self._runs.scale = self._scale
+        self._runs.scale = self._scale  # Smaller if the scale of the call alone makes the results inf.
         return report_of(self._runs, self._tolerance, lambda: self._ranges.largest_safe_scale)
 
     @functools.cached_property
@@ -95,6 +98,7 @@ class Diagnosis(Shown):
             return None
         program = self._given
         if program is None:
+            # The loss and its gradients: all matmuls of the user's step, without the optimizer.
             traced = self._case.program
             program = read_program(compile_for("h100", lambda arrays: traced.run(arrays), traced.arrays))
         return roofline(program, self._device)
@@ -102,6 +106,7 @@ class Diagnosis(Shown):
     @functools.cached_property
     def findings(self) -> tuple[Finding, ...]:
         """The faults, worst first."""
+        # An inf inside of a program whose results are right, such as that of a mask, is no fault.
         findings = [] if self._is_sound else list(of_values(self.nonfinite))
         if self._is_step:
             findings += of_step(self._case)
@@ -128,7 +133,7 @@ class Diagnosis(Shown):
 
     @functools.cached_property
     def _ranges(self) -> RangeReport:
-        with without_debugging():  # It may run when the call is over.
+        with without_debugging():  # A property may be read when the call, which switches it off too, is over.
             return ranges_of(self._case, self._scale)
 
     @functools.cached_property
@@ -140,6 +145,7 @@ class Diagnosis(Shown):
         """Which of the results are finite."""
         if not self._is_sound:
             return self.nonfinite.summary()
+        # The runs that compare with float32 have the same numbers, so that nothing is run for this line.
         runs = self._runs
         return NonfiniteReport(runs.half_loss, runs.scale, len(runs.program.outputs) - 1).summary()
 
@@ -283,11 +289,13 @@ def _waits_for_numbers(equation: Equation) -> bool:
     """Whether an equation is a loop that waits for a floating number, so that it may not end in half."""
     if equation.primitive.name != "while":
         return False
+    # A condition on a counter ends in half as in float32. One on a residual may wait for ever.
     read = (var for each in all_equations(equation.params["cond_jaxpr"]) for var in each.invars)
     dtypes: Any = (getattr(var.aval, "dtype", jnp.int32) for var in read)
     return any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
 
 
 def _can_compile() -> bool:
+    # With the CUDA plugin and without this setting, JAX looks for a driver as soon as a backend is needed.
     config: Any = jax.config
     return importlib.util.find_spec("jax_cuda13_plugin") is not None and config.jax_platforms == "cpu"

@@ -85,6 +85,7 @@ def of_values(report: NonfiniteReport) -> Iterator[Finding]:
 def of_step(case: Case) -> Iterator[Finding]:
     """Yields a finding about the loss scale of a step, from this run or from the states that it is given."""
     run, program = case.measured, case.program
+    # bfloat16 and float32 need no loss scale, so a step without float16 may carry one and not use it.
     is_missing = _is_unscaled(run) and has_value(program.jaxpr, (jnp.float16,))
     all_zero, site = zero_gradients(run)
     if all_zero:
@@ -97,7 +98,7 @@ def of_step(case: Case) -> Iterator[Finding]:
         yield Finding("accuracy", what, "", f"Write {LINE}, in place of jax.value_and_grad.")
     else:
         for complaint in _complaints(case.arguments):
-            what, _, advice = complaint.partition(". ")
+            what, _, advice = complaint.partition(". ")  # The first sentence is the fault.
             yield Finding("accuracy", f"{what}.", "", advice)
 
 
@@ -106,6 +107,7 @@ def _is_unscaled(measured: Measured) -> bool:
     sites = measured.sites.values()
     takes_scale = any(site.kind is SiteKind.INPUT and site.is_scaled for site in sites)
     scaled = [site.is_scaled for site in sites if site.direction == "backward"]
+    # A step without a backward pass that `jax.grad` has made has nothing that should be scaled.
     return takes_scale and bool(scaled) and not any(scaled)
 
 
@@ -113,13 +115,14 @@ def zero_gradients(measured: Measured) -> tuple[bool, Site | None]:
     """Returns whether all gradients of a step are zero, and the first operation that makes one zero."""
     backward = {path for path, site in measured.sites.items() if site.direction == "backward"}
     read = {source for path in backward for source in measured.sites[path].sources}
-    gradients = backward - read
+    gradients = backward - read  # What no other operation of the backward pass reads.
     # A value without elements, of a branch that is not taken, is from inf to -inf.
     is_zero = lambda path: bool(
         (measured.records[path][..., 0] >= 0).all() and (measured.records[path][..., 1] <= 0).all()
     )
     if not gradients or not all(map(is_zero, gradients)):
         return False, None
+    # In the order of the program: the first operation that makes zeros of numbers that are not all zero.
     for path in sorted(backward):
         sources = [source for source in measured.sites[path].sources if source is not None]
         if is_zero(path) and sources and not any(map(is_zero, sources)):
@@ -134,6 +137,7 @@ def _complaints(tree: Any) -> list[str]:
         warnings.simplefilter("always")
         for state in states:
             try:
+                # Of the whole tree it also sees what is in front of the wrapper, such as `optax.zero_nans`.
                 raise_if_stuck(tree if len(states) == 1 else state)
             except FloatingPointError as error:
                 said.append(str(error))
@@ -144,6 +148,7 @@ def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
     """Yields what a step gets wrong in half; if it has a state, only what training shows."""
     if runs.limits(None).allow(runs.keeping(())):
         return
+    # The error of one step with a state says little (see `_precision.training`), so the step is repeated.
     if not runs.training.has_state:
         yield _of_one_step(runs)
     elif lags := runs.training.lags():
@@ -152,6 +157,7 @@ def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
 
 def of_aux(runs: Runs) -> Iterator[Finding]:
     """Yields a state among the auxiliary results of a loss function that loses its updates."""
+    # One step first, which is cheap: it is repeated only if the state differs after it.
     training = runs.training
     if training.has_state and training.lags(steps=1) and (lags := training.lags()):
         yield _of_training(runs, lags)
@@ -192,6 +198,7 @@ def _helpful(runs: Runs) -> list[Module]:
     is_near = lambda kept: Limits("gradients", HARM).allow(runs.keeping(kept))
     trains = lambda kept: not (runs.training.has_state and runs.training.lags(kept))
     edits = sorted(runs.program.edits, key=lambda edit: edit.name)
+    # Each alone, then all of them: a small set of several is not searched for.
     sets = (*([edit] for edit in edits), edits)
     return next((kept for kept in sets if is_near(kept) and trains(kept)), [])
 
@@ -219,6 +226,7 @@ def of_accuracy(
 
 def _scale_finding(ranges: RangeReport, precision: PrecisionReport) -> Finding:
     """Returns the finding that the gradients need a loss scale, which was tried."""
+    # The scale of a range report is a power of two, so that the logarithm is exact.
     fates = ranges.pooled.fates(int(np.log2(ranges.loss_scale)))
     lost = f"{fates.lost:.2%} of the gradients that are not zero become zero, and " if fates.lost > 0 else ""
     given = precision.given_scale
@@ -234,12 +242,14 @@ def _scale_finding(ranges: RangeReport, precision: PrecisionReport) -> Finding:
 
 def of_operations(report: AutocastReport) -> Iterator[Finding]:
     total = sum(operation.flops for operation in report.operations) or 1
+    # One finding for all products with the same fault and the same advice.
     slow: dict[tuple[str, str], list[AutocastOperation]] = collections.defaultdict(list)
     cast = "Cast the float32 operands of these products to half, or give the plain model to autocast."
     for product in report.in_float32():
         slow[f"not in half: {product.reason}.", "" if product.why == "rule" else cast].append(product)
     for product in (operation for operation in report.operations if operation.advice):
         what = "of a size that Tensor Cores run slowly."
+        # In parentheses are the arguments that this product takes.
         slow[what, product.advice.partition(" (")[0]].append(product)
     for (what, advice), products in slow.items():
         share = sum(product.flops for product in products) / total

@@ -68,6 +68,10 @@ DEVICES = {
 
 def _description(name: str, capability: str, *properties: float) -> str:
     """Returns a GPU as XLA describes it: a GpuTargetConfigProto in text form."""
+    # The fields are those of
+    # https://github.com/openxla/xla/blob/0774019d97e7/xla/stream_executor/device_description.proto. Those in
+    # the text are the same for all of these GPUs. Where there is no driver to ask, XLA takes the version of
+    # CUDA from here too: https://github.com/openxla/xla/pull/25919.
     lines = "\n".join(f"  {field}: {value}" for field, value in zip(_PROPERTIES, properties, strict=True))
     return f"""
 gpu_device_info {{
@@ -100,7 +104,7 @@ device_description_str: "{name}"
 """
 
 
-_ACCELERATED = "feature_extension: ACCELERATED_FEATURES"
+_ACCELERATED = "feature_extension: ACCELERATED_FEATURES"  # From the H100 on, such as `sm_90a`.
 
 # The properties that XLA asks the driver for on a machine with the GPU. A V100 is not here: CUDA 13 has no
 # assembler for it, so XLA cannot compile for it.

@@ -55,8 +55,8 @@ class Instruction:
     @property
     def results(self) -> tuple[HloArray, ...]:
         # XLA splits an asynchronous instruction, such as an all-gather, into a `-start`, sometimes an
-        # `-update`, and a `-done`. The result of a `-start` also holds its operands; that of a `-done` does
-        # not.
+        # `-update`, and a `-done` (https://github.com/openxla/xla/pull/40232). The result of a `-start` also
+        # holds its operands; that of a `-done` does not.
         last = self
         while last.opcode.endswith(("-start", "-update")) and last.users:
             last = last.users[0]
@@ -93,6 +93,7 @@ class Instruction:
 
     def called(self, *attributes: str) -> list["Computation"]:
         """Returns the computations in these attributes, such as `calls` or `body`."""
+        # `calls=%name`, or `branch_computations={%a, %b}`.
         lists = (rf"\b{attribute}=\{{?((?:%[\w.\-]+(?:, )?)+)" for attribute in attributes)
         found = [names for pattern in lists for names in re.findall(pattern, self.attributes)]
         names = [name for several in found for name in re.findall(r"%([\w.\-]+)", several)]

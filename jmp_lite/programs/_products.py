@@ -84,7 +84,9 @@ def products_of(instruction: Instruction, times: int, device: Any) -> Iterator[P
 
 def _kind(instruction: Instruction) -> str | None:
     # For a GPU, XLA rewrites products to calls of `__cublas$gemm`, `__cublas$lt$matmul$f8`,
-    # `__cudnn$convForward`, `__cudnn$fmhaSoftmax` and others; for a CPU to `__onednn$matmul` and others.
+    # `__cudnn$convForward`, `__cudnn$fmhaSoftmax` and others
+    # (https://github.com/openxla/xla/blob/06db3c8349ca/xla/service/gpu/cublas_cudnn.cc); for a CPU to
+    # `__onednn$matmul` and others.
     if instruction.operation in ("dot", "ragged-dot", "scaled-dot"):
         return "gemm"
     if instruction.operation == "convolution":
@@ -126,7 +128,7 @@ def _precision_of_float32(instruction: Instruction) -> tuple[str, str]:
         return stated[1] + (stated[3] or ""), stated[2]
     asked = config.get("operand_precision")
     asked = asked or instruction.attribute(r"\boperand_precision=\{([\w,]+)").upper().split(",")
-    # JAX's default precision allows TF32.
+    # JAX's default precision allows TF32: https://github.com/jax-ml/jax/issues/12008.
     return ("f32" if "HIGHEST" in asked else "tf32"), "f32"
 
 
@@ -141,8 +143,10 @@ def _flops(kind: str, instruction: Instruction, operands: tuple[HloArray, ...], 
     if kind == "attention":
         config = instruction.backend_config.get("cudnn_fmha_backend_config", {})
         scores = config.get("intermediate_tensor_shape", {}).get("dimensions", [0])
+        # Two products forward, four backward, each with its axes in the settings.
         products = sum(name.endswith("dot_dimension_numbers") for name in config)
         return 2 * products * math.prod(map(int, scores)) * operands[0].shape[-1]
+    # Such as `b01f_01io->b01f`; the middle names the axes of the kernel, of which `o` is that of the outputs.
     labels = re.match(r"\w+_(\w+)->", instruction.attribute(r"dim_labels=([^,\s]+)"))
     if labels and len(operands) == 2:
         # The calls of cuDNN for the two gradients of a convolution name the axes of the forward pass. They

@@ -113,6 +113,7 @@ class Program(Shown):
     @property
     def tensor_core_share(self) -> float:
         """The share of the products' FLOPs on Tensor Cores in 16 bits or less; 1 without products."""
+        # TF32 is rounded float32: it runs on Tensor Cores at half of their rate in 16 bits.
         in_half = lambda product: product.on_tensor_cores and not product.arithmetic.startswith("tf32")
         flops = [(product.flops * product.times, in_half(product)) for product in self.products]
         total = sum(count for count, _ in flops)
@@ -141,6 +142,7 @@ def _lines(program: Program) -> Iterator[str]:
 
 
 def _lines_of_products(program: Program) -> Iterator[str]:
+    # A row for all products of one kind in the same dtypes: a model has hundreds.
     rows: dict[tuple[str, ...], list[Product]] = {}
     for product in program.products:
         inputs = " x ".join(array.dtype for array in product.operands)
@@ -153,6 +155,7 @@ def _lines_of_products(program: Program) -> Iterator[str]:
         flops = sum(product.flops * product.times for product in products) / 1e9
         table.append((*words, str(sum(product.times for product in products)), f"{flops:,.1f}"))
     yield from aligned(table, left=5) if rows else ()
+    # If all of them are wide, the program is not in half, and a list of them would say nothing.
     wide = [product for product in program.products if product.arithmetic in _WIDE]
     if wide and len(wide) < len(program.products):
         yield "in float32 or wider:"

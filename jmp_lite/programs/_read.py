@@ -53,6 +53,7 @@ def read_program(compiled: Any) -> Program:
 
 
 def _read(text: str, memory: Any, device: Any) -> Program:
+    # Some backends have no analysis of the memory. JAX then returns None.
     size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
     products, collectives, launches, syncs = [], [], [], []
     conditionals = 0
@@ -110,6 +111,7 @@ def _is_argument(instruction: Instruction) -> bool:
 def _is_output(instruction: Instruction) -> bool:
     if not instruction.computation.is_entry:
         return False
+    # The root of the entry is usually a tuple of the outputs.
     readers = [user for user in instruction.users if user.opcode in _NAMES_A_BUFFER]
     return instruction.is_root or any(map(_is_output, readers))
 
@@ -136,7 +138,9 @@ def _trips(instruction: Instruction) -> int | None:
     """Returns the length of a loop, None if only the device knows it; 1 for other instructions."""
     if instruction.opcode != "while":
         return 1
-    # XLA knows the length of a loop whose counter has a known start, step and end, such as a `lax.scan`.
+    # XLA knows the length of a loop whose counter has a known start, step and end, such as a `lax.scan`, and
+    # stores it in the `while`:
+    # https://github.com/openxla/xla/blob/16569562fc04/xla/service/while_loop_trip_count_annotator.h.
     known = instruction.backend_config.get("known_trip_count")
     return int(known["n"]) if known else None
 
@@ -151,6 +155,7 @@ def _runs(instruction: Instruction) -> bool:
 
 
 def _syncs(instruction: Instruction) -> list[str]:
+    # The host reads the predicate to know which kernels it should start.
     if instruction.opcode == "conditional":
         return ["conditional"]
     if instruction.opcode == "while" and _trips(instruction) is None:

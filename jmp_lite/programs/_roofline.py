@@ -167,6 +167,7 @@ def _module(name: str, launches: list[Launch], device: Device, launch_seconds: f
         for precision, limit_seconds in times.items():
             seconds[precision] += launch.times * max(limit_seconds.values())
         bound = max(times["float16"], key=lambda limit: times["float16"][limit])
+        # What limits the module is what limits most of its time, since its kernels differ.
         limits[bound] += launch.times * times["float16"][bound]
         # Equal within one percent, since the bytes of a kernel are split in proportion and rounded.
         if max(times["float16"].values()) >= 0.99 * max(times["tf32"].values()):
@@ -184,6 +185,8 @@ def _module(name: str, launches: list[Launch], device: Device, launch_seconds: f
 
 def _limits(launch: Launch, device: Device, precision: str, launch_seconds: float) -> dict[str, float]:
     """Returns the shortest time of one run of a kernel by each of the three limits."""
+    # Arrays between kernels are assumed in the width of the precision: float32 arrays lose half of their
+    # bytes, half arrays gain as many as they have.
     moved = launch.bytes_moved
     if precision in ("bfloat16", "float16"):
         moved -= launch.float32_bytes / 2

@@ -30,8 +30,9 @@ def bytes_of(instruction: Instruction) -> int:
 
 def _is_workspace(array: HloArray, instruction: Instruction) -> bool:
     """Whether an array is scratch memory of a library."""
-    # A call of cuBLAS or cuDNN returns its scratch memory as a second result, an array of bytes with one
-    # axis. Its size is an upper bound for the library, and says nothing about the bytes that are moved.
+    # A call of cuBLAS or cuDNN returns its scratch memory as a second result, an array of bytes with one axis
+    # (https://github.com/openxla/xla/pull/11514). Its size is an upper bound for the library, and says
+    # nothing about the bytes that are moved.
     if array.dtype not in ("s8", "u8") or len(array.shape) != 1:
         return False
     inner = [call for computation in instruction.called("calls") for call in computation]

@@ -35,10 +35,14 @@ def assert_same_on_all_hosts(tree: Any) -> None:
         >>> params = {"w": jnp.ones((4, 2))}
         >>> assert_same_on_all_hosts((params, tx.init(params)))
     """
+    # The names first: the checksums are gathered as one array, which must have the same shape on all
+    # processes (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/experimental/multihost_utils.py#L142).
     leaves = named_leaves(tree)
     names = zlib.crc32("\n".join(name for name, _ in leaves).encode())
     if len(set(_gathered(np.uint32(names)).tolist())) > 1:
         raise failure("assert_same_on_all_hosts", "the trees of the processes have other leaves")
+    # For each copy a part and a checksum. 0 stands for no copy: an array may be on fewer devices than there
+    # are.
     sums = np.zeros((len(leaves), jax.local_device_count(), 2), np.uint32)
     for row, (name, leaf) in zip(sums, leaves, strict=True):
         for place, copy in zip(row, _copies(name, leaf)):
@@ -65,6 +69,7 @@ def _processes_that_differ(all_copies: np.ndarray) -> list[int]:
     found = set()
     for process, copies in enumerate(all_copies.tolist()):
         for part, checksum in copies:
+            # Copies of the same part are compared with the first of them, on whatever process it is.
             other, expected = first.setdefault(part, (process, checksum))
             if part and checksum != expected:
                 found |= {other, process}
@@ -92,7 +97,9 @@ def _copies(name: str, leaf: Any) -> list[tuple[int, int]]:
     copies = []
     for part, data in shards:
         array = np.asarray(data)
+        # Two arrays of the same bytes may differ in dtype or shape.
         header = f"{array.dtype} {array.shape}".encode()
+        # `| 1`: 0 is the number of no copy.
         copies.append((zlib.crc32(part.encode()) | 1, zlib.crc32(array.tobytes(), zlib.crc32(header))))
     return copies
 

@@ -53,7 +53,7 @@ def assert_precision(
         inspect.signature(fun).bind(*args, **kwargs)
     except ValueError:  # Some built-in functions have no signature.
         pass
-    except TypeError as error:
+    except TypeError as error:  # Of `bind`: the arguments are not those of `fun`.
         raise TypeError(
             f"assert_precision(fun, dtypes, *args, **kwargs) traces fun with its arguments: {error}."
         ) from None

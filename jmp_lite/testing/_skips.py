@@ -63,24 +63,27 @@ def assert_skips_nonfinite(
         raise _failure("the state holds no loss scale")
     if not any(map(is_floating, jax.tree.leaves(batch))):
         raise TypeError("assert_skips_nonfinite puts inf into floating values, and this batch has none.")
-    # The step count of Flax's `TrainState` starts as the number 0.
+    # The step count of Flax's `TrainState` starts as the number 0:
+    # https://github.com/google/flax/blob/v0.12.8/flax/training/train_state.py#L134.
     state = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), state)
     state = _step_until_taken(train_step, state, batch, patterns)
     for value in (np.inf, np.nan):
         bad = jax.tree.map(functools.partial(_filled, value=value), batch)
         before, state = state, _step(train_step, state, bad)
         _check_skipped(before, state, value, patterns)
-    _step_until_taken(train_step, state, batch, patterns)
+    _step_until_taken(train_step, state, batch, patterns)  # Nothing of the bad batches is left.
 
 
 def _filled(leaf: Any, value: float) -> Any:
-    """Returns `leaf` filled with `value`, as an array of the same library, so the step is not recompiled."""
+    """Returns `leaf` filled with `value`, as an array of the same library."""
+    # JAX does not compile the step again for it.
     library = jnp if isinstance(leaf, jax.Array) else np
     return library.full_like(leaf, value) if is_floating(leaf) else leaf
 
 
 def _step(train_step: Callable[..., Any], state: Any, batch: Sequence[Any]) -> Any:
-    """Returns the new state. The step gets copies, since it may donate its arguments."""
+    """Returns the new state."""
+    # The step gets copies, since it may donate its arguments, and the old state is compared with the new one.
     copy = lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf
     result = train_step(*jax.tree.map(copy, (state, *batch)))
     has_structure = lambda tree: jax.tree.structure(tree) == jax.tree.structure(state)
@@ -114,12 +117,14 @@ def _check_skipped(before: Any, after: Any, value: float, patterns: Sequence[str
     if moved := [*_moved(before, after, patterns)]:
         leaves = "1 leaf" if len(moved) == 1 else f"{len(moved)} leaves"
         flags = [node.leaf_finite for node in nodes_of(after, SkipNonfiniteState)]
+        # If the optimizer saw inf or NaN, it has skipped its own step, and these leaves are of other state.
         hint = "The step was not skipped: the gradients that the optimizer saw were finite."
         if not flags or not all(map(np.all, flags)):
             select = "jmp.select_tree(jmp.grads_finite(opt_state), new, old)"
             hint = f"Write {select} for them, or name them in ignore=."
         raise _failure(f"{leaves} of the state moved {on_batch}", [*moved, hint])
     for old, new in zip(_scales(before), _scales(after), strict=True):
+        # Also with hysteresis, or at the minimum, where the scale stays.
         if not np.array_equal(old.adjust(False).loss_scale, new.loss_scale):
             said = f"it is {power(float(new.loss_scale))}, and was {power(float(old.loss_scale))}"
             raise _failure(f"the loss scale did not fall {on_batch}", [said])
@@ -129,6 +134,7 @@ def _moved(before: Any, after: Any, patterns: Sequence[str], *, in_optimizer: bo
     """Returns the leaves that differ in a bit, by path, without scales, counters and those of `patterns`."""
 
     def strip(node: Any) -> Any:
+        # Its counters and flags change on a skipped step, and what it wraps does not.
         if isinstance(node, SkipNonfiniteState) and in_optimizer:
             return {"inner_state": jax.tree.map(strip, node.inner_state, is_leaf=_is_ours)}
         return None if _is_ours(node) else node
@@ -147,5 +153,6 @@ def _scales(state: Any) -> list[LossScale]:
 
 
 def _bits(leaf: Any) -> bytes:
+    # As bytes: NaN is not equal to itself, and -0.0 is equal to 0.0.
     is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes()

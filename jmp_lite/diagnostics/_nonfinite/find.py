@@ -87,6 +87,7 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
     `runs` gives the runs that compare the function with float32. It is called only if there is an inf or NaN.
     """
     program, measured, trials = case.program, case.measured, None
+    # A loop that was stopped computes other numbers, and a program without half values has none to mend.
     may_compare = not measured.cut and has_value(program.jaxpr)
     aux = _lost_aux(case, runs) if may_compare else {}
     watched = [*range(len(program.outputs)), *aux]
@@ -101,6 +102,7 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
     if report.cause is None:
         return report
     is_nan = report.cause is report.first_nan
+    # As in `_report`, the first of its kind: a report has rows, and the hints need the origin itself.
     cause = next(origin for origin in harmful if origin.is_nan == is_nan)
     return _with_advice(report, cause, case, watched, trials)
 
@@ -141,6 +143,7 @@ def _report(
 
 def _earlier(harmful: Sequence[Origin], origins: Sequence[Origin]) -> list[Origin]:
     """Returns the suspects before the first harmful origin, but for those that end where masks do."""
+    # No moment is before `()`: without a harmful origin there are none.
     start = harmful[0].moment if harmful else ()
     before = (origin for origin in origins if origin.moment < start and not origin.is_harmful)
     return [origin for origin in before if origin.end and origin.end.operation not in _MASKING]
@@ -160,7 +163,7 @@ class Trials:
             change = dynamic_scale(int(math.log2(fitting)))
             trial = self._trial(change, self.runs.keeping((), fitting), loss_scale=fitting)
             yield trial
-            if trial.helps:
+            if trial.helps:  # The scale is the smallest edit, so nothing else is run.
                 return
         if kept := self._kept(origin):  # None in a backward rule of the user, whose casts have no flags.
             yield self._in_float32(kept)
@@ -168,10 +171,9 @@ class Trials:
             yield self._trial("bfloat16 in place of float16", self.runs.in_bfloat16(), dtype="bfloat16")
 
     def judged(self, origins: Sequence[Origin]) -> list[Origin]:
-        """Returns origins; if none is harmful yet, the suspects that make the finite result wrong now are.
-
-        The result is then nearer to float32 if the module of the suspect is in float32.
-        """
+        """Returns origins; if none is harmful yet, the suspects that make the finite result wrong now are."""
+        # The flow cannot tell an inf that `rsqrt` turns into a wrong 0 from a mask that `exp` turns into a
+        # right 0. So the program is run with the module of each suspect in float32.
         is_known = any(origin.is_harmful for origin in origins) or not self.runs.is_finite
         if is_known or (wrong := self._error(())) <= HARM:
             return list(origins)
@@ -187,8 +189,9 @@ class Trials:
             if kept and self._error(kept) <= HARM:
                 return fewest(kept, self._error, HARM) or kept
         groups = sorted(self.runs.program.edits, key=lambda group: group.name)
-        if len(groups) > MOST_GROUPS:
+        if len(groups) > MOST_GROUPS:  # One trial, of all of them in float32.
             return groups
+        # `fewest` takes the groups in the order of the error that each has alone in half.
         own = {group: self._error(set(groups) - {group}) for group in groups}
         return fewest(sorted(own, key=lambda group: -own[group]), self._error, HARM) or groups
 
@@ -208,6 +211,7 @@ class Trials:
     def _run(self, kept: Collection[Module]) -> tuple[Difference, float | None]:
         """Returns the error with some groups in float32, and a loss scale that was not given if it helps."""
         error = self.runs.keeping(kept)
+        # With its inf gone, a program may still lack a loss scale: its small gradients are zero in float16.
         if self._worst(error) <= HARM or math.isinf(error.loss) or not self.runs.may_scale:
             return error, None
         scaled = self.runs.keeping(kept, DynamicLossScale.loss_scale)
@@ -226,12 +230,14 @@ def _with_advice(
     report: NonfiniteReport, cause: Origin, case: Case, watched: Sequence[int], trials: Trials | None
 ) -> NonfiniteReport:
     """Adds to a report what is tried against the cause; without a trial a hint."""
+    # A scale only mends what the scaled loss reaches. A step has a scale of its own.
     site, is_scaled = cause.site, cause.site.is_scaled and not case.program.is_step
     fitting = _fitting_scale(case.tapped, report.loss_scale, watched) if is_scaled else None
     report = dataclasses.replace(report, fitting_scale=fitting)
     if trials is not None:
         tried = tuple(trials.of_cause(cause, fitting))
         facts = trials.runs.program.rounded_numbers() if tried else ()
+        # A half scalar that is scaled and not finite is the cotangent of the loss itself.
         if is_scaled and not site.shape and site.is_half:
             facts = (HALF_LOSS.format(dtype=site.dtype.name), *facts)
         is_finite = trials.runs.is_finite
@@ -254,6 +260,7 @@ def _row(origin: Origin, program: LossProgram) -> Nonfinite:
     site = origin.site
     is_outside = origin.direction == "forward" and program.is_step  # Of any backward pass.
     index = None
+    # An input of the program itself, whose array is at hand: the path of one has a -1 and its number.
     if site.operation in ("argument", "constant") and len(site.path) == 2 and site.path[1] >= 0:
         array = program.arrays[site.path[1]]
         bad = jnp.isnan(array) if origin.is_nan else jnp.isinf(array)
@@ -284,5 +291,6 @@ def _way(origin: Origin) -> tuple[tuple[str, str], ...]:
     for site, is_nan in origin.way:
         if site.line != origin.site.line and not is_of_library(site.line):
             lines.setdefault(site.line, f"{'NaN' if is_nan else 'inf'} from {site.operation}")
+    # The lines next to the origin, and the last one: there it reaches the output.
     way = [(what, line) for line, what in lines.items()]
     return tuple(way if len(way) <= MOST_LINES else [*way[: MOST_LINES - 1], way[-1]])

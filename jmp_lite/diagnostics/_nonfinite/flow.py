@@ -5,8 +5,8 @@ origin if it is bad and its operands are not. An origin is harmful in two ways:
 
 - A chain of bad instances leads from it to the loss or to a gradient.
 - It is an inf that half arithmetic computes from finite numbers, and an operation turns it into finite
-  numbers that are wrong: `rsqrt` of an overflow is 0. Nothing in the flow tells this from a mask, whose `exp`
-  is rightly 0. So such an origin is a suspect, and `trials` compares the program with float32.
+  numbers that are wrong: `rsqrt` of an overflow is 0. Such an origin is a suspect until `find.Trials.judged`
+  has compared the program with float32.
 """
 
 import collections
@@ -65,6 +65,7 @@ class Flow:
     def __init__(self, measured: Measured, watched: Collection[int]) -> None:
         self._measured, self._watched = measured, watched
         self._sites, self._records = measured.sites, measured.records
+        # For each site an array with an axis for each loop around it.
         self._bad = {path: np.asarray(Probe().alarm(record)) for path, record in self._records.items()}
         self._next: dict[Instance, Instance] = {}  # The next bad instance of those that lead to an output.
         self._nan = {path: np.asarray(np.isnan(record).any(-1)) for path, record in self._records.items()}
@@ -101,6 +102,7 @@ class Flow:
     def _ends(self) -> dict[Instance, Site]:
         """The infs of half arithmetic that an operation turns into finite numbers, with the first one."""
         has_bad = {path for path, bad in self._bad.items() if bad.any()}
+        # An end is the first operation that reads an inf and whose own result is finite.
         readers = [path for path, site in self._sites.items() if not has_bad.isdisjoint(site.sources)]
         ends: dict[Instance, Site] = {}
         for path in sorted(path for path in readers if not _passes_on(self._sites[path])):
@@ -109,6 +111,7 @@ class Flow:
             for steps in np.argwhere(np.isfinite(low) & np.isfinite(high) & (low <= high)):
                 for operand in filter(self._is_bad, self._operands((path, tuple(map(int, steps))))):
                     ends.setdefault(operand, self._sites[path])
+        # The inf of a mask is written in the program, and is no result of half arithmetic.
         takes_inf = lambda site: not {"inf", "-inf"}.isdisjoint(site.operands)
         is_computed = lambda site: site.kind is SiteKind.OPERATION and site.is_half and not takes_inf(site)
         leading, _ = self._leading(ends)
@@ -119,6 +122,7 @@ class Flow:
 
         The second result is the next instance on the way there.
         """
+        # Breadth first from the ends, so that `following` is a shortest way.
         found, following, todo = dict(ends), dict[Instance, Instance](), collections.deque(ends)
         while todo:
             instance = todo.popleft()
@@ -161,6 +165,7 @@ class Flow:
         loops = self._sites[source].loops
         if len(loops) != len(steps) or not loops or loops[-1].kind != "scan" or loops[-1].reverse:
             return 0.0
+        # The largest element of the value in each iteration up to this one, of which the last few count.
         sizes = np.abs(self._records[source][steps[:-1]][: steps[-1] + 1]).max(-1)[-_GROWING:]
         with np.errstate(divide="ignore", invalid="ignore"):
             factors = sizes[1:] / sizes[:-1]
@@ -203,6 +208,7 @@ class Flow:
         moment, start = list[int](), 0
         for loop, step in zip(site.loops, steps):
             moment += site.path[start : len(loop.path)]
+            # A reverse scan takes the last slice first.
             moment.append(loop.length - 1 - step if loop.reverse else step)
             start = len(loop.path)
         return (*moment, *site.path[start:])
@@ -240,6 +246,7 @@ class Flow:
         return bool(self._nan[instance[0]][instance[1]])
 
     def _extent(self, path: Path, steps: Steps) -> Extent:
+        # An operand may be outside of the innermost loops.
         low, high = self._records[path][steps[: len(self._sites[path].loops)]]
         return float(low), float(high)
 

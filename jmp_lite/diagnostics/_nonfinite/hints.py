@@ -1,8 +1,4 @@
-"""Well-known reasons for an inf or NaN that float32 has too: a division by zero, an index out of bounds.
-
-A hint is guessed from the operation and from the numbers that it took, so it says "may" and "often": it has
-not been tried.
-"""
+"""Well-known reasons for an inf or NaN that float32 has too: a division by zero, an index out of bounds."""
 
 import dataclasses
 import math
@@ -26,12 +22,13 @@ _DERIVATIVES = {
 _FACTORIZATIONS = {"cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"}
 _EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh", "logistic")
 _POLES = ("lgamma", "digamma", "erf_inv", "atanh", "tan", "polygamma", "igamma", "zeta")
-_SUBNORMAL = 2.0**-126
+_SUBNORMAL = 2.0**-126  # The smallest normal number of float32.
 
 
 def hint(origin: Origin, sites: Sites, parameters: Collection[str]) -> str:
     """Returns the first hint that fits an origin; empty if none does. `parameters` are names of arguments."""
     site, case = origin.site, _Case(origin, sites)
+    # An argument that is not finite was so before the call: nothing in the program is its cause.
     if site.operation == "argument":
         text = _PARAMETER if site.argument.split("/")[0] in parameters else _DATA
         return text.format(name=site.argument)
@@ -56,6 +53,7 @@ class _Case:
         measured, numbers = self.origin.operands, self.origin.site.numbers
         if number < len(measured) and (extent := measured[number]) is not None:
             return extent
+        # An operand that was not measured may be a number of the program.
         known = numbers[number] if number < len(numbers) else None
         return (math.nan, math.nan) if known is None else (known, known)
 
@@ -68,6 +66,7 @@ class _Case:
         """Returns the names of the operations that it, or an operand, was computed from in `steps` steps."""
         sources = self.origin.site.sources
         start = self.origin.site.path if operand is None else sources[operand]
+        # Backwards, one level of operands at a time.
         level = set() if start is None else {start}
         names = {self.sites[path].operation for path in level} if operand is not None else set[str]()
         for _ in range(steps):
@@ -117,7 +116,11 @@ _PARAMETER = (
     "checkpoint, and let jmp.with_loss_scale skip the steps that are not finite."
 )
 _DATA = "The data in {name} is not finite. jmp.with_loss_scale skips the steps of such batches."
-# The first that fits is given, so the special ones come first.
+# A hint is guessed from the operation and from the numbers that it took, and is not tried: it says "may" and
+# "often".
+# The first that fits is given, so the special ones come first. What JAX does with an index out of bounds is
+# in https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/slicing.py#L409; that `jnp.where` does not
+# help gradients is https://github.com/jax-ml/jax/issues/5798.
 _HINTS: tuple[tuple[Callable[[_Case], Any], str], ...] = (
     (
         lambda case: case.of("gather") and case.origin.is_nan,

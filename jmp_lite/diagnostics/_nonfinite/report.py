@@ -12,7 +12,7 @@ from ..._dtypes import DTypeName
 from ..._text import Shown, plural, power, shortened, wrapped
 from .._precision.report import Difference
 
-_MOST_OPERANDS = 6
+_MOST_OPERANDS = 6  # A loop may take hundreds.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,6 @@ class Nonfinite:
         pairs = collections.Counter(zip(self.operands, self.operand_ranges)).items()
         takes = [f"takes {text}{_range(ends)}{', twice' if n > 1 else ''}" for (text, ends), n in pairs]
         lines += takes[:_MOST_OPERANDS]
-        # A loop may take hundreds.
         lines += [f"and {len(takes[_MOST_OPERANDS:])} more"] if takes[_MOST_OPERANDS:] else []
         lines += [f"gives {self.result}{_range(self.range)}"]
         lines += [_OF_WHILE] if self.operation == "while" else []
@@ -113,8 +112,11 @@ def _range(extent: tuple[float, float] | None) -> str:
     if extent is None:
         return ""
     low, high = extent
+    # `Probe.measure` sorts a NaN above inf, or below -inf if its sign bit is set: the other end may be a
+    # number.
     if math.isnan(low) or math.isnan(high):
         return ", with NaN" if math.isnan(high) else f", NaN and up to {high:.4g}"
+    # A branch that is not taken leaves the record of an array without elements, from inf to -inf.
     return ", no elements" if low > high else f", {low:.4g} to {high:.4g}"
 
 
@@ -313,7 +315,7 @@ class NonfiniteReport(Shown):
 
     def _finite(self, one: str, several: str) -> str:
         """Returns which of the outputs are finite, in words."""
-        bad = [name for name in self.gradients if name]
+        bad = [name for name in self.gradients if name]  # A lone array has no name.
         names = f" ({', '.join(bad[:4])}{f' and {len(bad) - 4} more' if len(bad) > 4 else ''})" if bad else ""
         if self.parameters == 1:
             return f"the {one}{names} is {'not ' if self.gradients else ''}finite"

@@ -21,8 +21,8 @@ from .training import Training
 
 P = ParamSpec("P")
 M = TypeVar("M")
-_NUDGES = (0.0, 1e-3, -1e-3)
-_NOISE = 0.01
+_NUDGES = (0.0, 1e-3, -1e-3)  # The relative changes of the parameters at which casts by hand are measured.
+_NOISE = 0.01  # A gradient that the last digits of the parameters change by more is rounding error.
 
 FLOAT8_TOLERANCE = 0.25
 """The tolerance for the gradients in fp8, twice the `eps` of e4m3. A healthy transformer block has 0.12."""
@@ -116,7 +116,7 @@ class Runs:
         self.harmless = self._harm = FLOAT8_TOLERANCE if case.rules.float8 else HARM
         is_small = self.scale < DynamicLossScale.loss_scale
         self.may_scale = is_small and program.narrow == "float16" and not program.is_step
-        self._full = program(None, 1.0)  # In float32.
+        self._full = program(None, 1.0)  # In float32, where no scale is needed.
         self.loss = None if program.is_step else float(self._full[0])
         self.half_loss: float | None = None  # With everything in half, at the scale of the call.
         self._state = updated(program, self._full)
@@ -141,10 +141,8 @@ class Runs:
 
     @functools.cached_property
     def by_hand(self) -> Difference:
-        """The error of casts by hand, the largest for these parameters and others near.
-
-        Near an optimum that error is random.
-        """
+        """The error of casts by hand, the largest for these parameters and others near."""
+        # Near an optimum every gradient is mostly rounding error, so that one measurement says little.
         full = (self.program(None, 1.0, nudge) if nudge else self._full for nudge in _NUDGES)
         errors = map(self._difference, self.program.by_hand(_NUDGES), full)
         return max(errors, key=lambda error: error.gradients)
@@ -178,12 +176,10 @@ class Runs:
 
     @functools.cached_property
     def _noise(self) -> set[int]:
-        """The gradients that are rounding errors in float32 as well, so that no dtype has them right.
-
-        That of a bias in front of a normalization is one: it would be zero if sums were exact. The last
-        digits of the parameters change such a gradient as a whole, and other gradients of real models by
-        1e-5 at most.
-        """
+        """The gradients that are rounding errors in float32 as well, so that no dtype has them right."""
+        # That of a bias in front of a normalization is one: it would be zero if sums were exact. The last
+        # digits of the parameters change such a gradient as a whole, and other gradients of real models by
+        # 1e-5 at most.
         near = self.program(None, 1.0, nudge=2.0**-23)
         rows = rows_of({group: group.norms(near, self._full) for group in self._groups})
         return {number for number, row in rows.items() if error_of(*row)[0] > _NOISE}
@@ -236,9 +232,10 @@ class Runs:
         unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
         limits = Limits("gradients", self.harmless if tolerance is None else tolerance)
         error = lambda scale: limits.measured(self.keeping((), scale))
-        # No scale mends a loss that is not finite.
+        # No scale mends a loss that is not finite: it overflows before it is scaled.
         if not self.may_scale or limits.allow(unscaled) or math.isinf(unscaled.loss):
             return None
+        # `largest` compiles a program of its own, which is needed only if the default is not enough.
         if error(best) > limits.tolerance and (other := largest()) is not None:
             best = min(best, other, key=error)
         if error(best) >= limits.measured(unscaled) / 2:
@@ -275,12 +272,15 @@ def report_of(
     unscaled, limits = runs.try_scale(tolerance, largest_scale), runs.limits(tolerance)
     error = lambda modules: limits.measured(runs.keeping(modules))
     is_close = limits.allow(runs.keeping(()))
+    # Each module alone in half is a run of its own, which a program that is close does not need.
     every = set() if is_close else set(program.modules)
     own = {module: runs.keeping(every - {module}) for module in program.modules if every}
+    # Of modules with equal errors, as inf, the other measure decides.
     other = "gradients" if limits.measure == "loss" else "loss"
     size = lambda own: (limits.measured(own), getattr(own, other))
     order = sorted(own, key=lambda module: size(own[module]), reverse=True)
     alone = lambda edit: own[edit] if edit in own else runs.keeping(set(program.edits) - {edit})
+    # Sources of half values are edits and no modules: they have no row of their own.
     edits = sorted(program.edits if every else (), key=lambda edit: size(alone(edit)), reverse=True)
     kept = fewest(edits, error, limits.tolerance)
     labels = lambda modules: tuple(module.label for module in modules)
@@ -318,10 +318,12 @@ def fewest(
     without = lambda kept, module: tuple(other for other in kept if other != module)
     if not is_enough(modules):
         return None
+    # First those without which all others are not enough. Then the shortest prefix of the others, and last
+    # a search for members that can be left out after all.
     needed = [module for module in modules if not is_enough(without(modules, module))]
     others = [module for module in modules if module not in needed]
     in_order = lambda added: tuple(module for module in modules if module in (*needed, *added))
-    # As a rule, the error falls with each module that is added.
+    # As a rule, the error falls with each module that is added, as a bisection needs.
     enough_with = lambda count: is_enough(in_order(others[:count]))
     kept = in_order(others[: bisect.bisect_left(range(len(others)), True, key=enough_with)])
     while True:  # Without one module, another that was needed before may not be.

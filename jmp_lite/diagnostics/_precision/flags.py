@@ -61,7 +61,8 @@ class FlaggedProgram:
         self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
         for operation, own in zip(self.operations, flags, strict=True):
             self._flags_by_line[operation.source] |= own
-        # By default a GPU runs float32 products in TF32, whose error is that of float16.
+        # By default a GPU runs float32 products in TF32, whose error is that of float16:
+        # https://github.com/jax-ml/jax/issues/12008.
         with jax.default_matmul_precision("highest"):
             jaxpr = _with_flags(case.traced.jaxpr, iter(flags))
             planner, plan = make_plan(dataclasses.replace(case.traced, jaxpr=jaxpr), self.rules)
@@ -76,12 +77,15 @@ class FlaggedProgram:
         self.parameters = self._program.floating_parameters
         self.has_float16 = has_value(self._program.jaxpr, (jnp.float16,))
         self._numbers = lost_numbers(self._program.jaxpr, case.numbers)
+        # One switch for each set of flags that occurs, so that an equation reads one boolean.
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
 
         def switched(arrays: Sequence[Array], is_on: Array) -> list[Array]:
             is_flag_on = {flags: is_on[index] for index, flags in enumerate(self._sets)}
             return Reference(is_flag_on, self._numbers).run(self._program.jaxpr, arrays)
 
+        # The switches are an argument. So one compiled program computes the results as they are, in float32,
+        # and with any set of modules in float32.
         self._run = jax.jit(switched, compiler_options=EVERY_CAST)
 
     def __call__(self, half: Collection[Module] | None, scale: float, nudge: float = 0.0) -> list[Array]:
@@ -95,6 +99,7 @@ class FlaggedProgram:
         """Returns all results for arrays such as `arrays()`, with some of the groups in half."""
         groups = (*self.modules, *self._sources)
         on = {number for number, group in enumerate(groups) if group in (half or ())}
+        # The last flag is that of operations that belong to no group: they are in half unless nothing is.
         on |= {len(groups)} if half is not None else set()
         is_on = np.array([flags <= on for flags in self._sets], bool)
         return self._run(list(arrays), is_on)
@@ -106,6 +111,7 @@ class FlaggedProgram:
         if not nudge:
             return arrays
         named = zip(arrays, self._program.names)
+        # A change that looks random and is the same in each run.
         nudged = lambda array: array + array * nudge * jnp.sin(1e4 * array)
         return [nudged(array) if name in self.parameters else array for array, name in named]
 
@@ -161,6 +167,8 @@ class FlaggedProgram:
         around = _jitted_as_a_whole(traced.jaxpr)
         cast = cast_modules(self._cast_products(), parameters, around)
         numbers = lost_numbers(traced.jaxpr, self._case.numbers)
+        # Layers of a library are found among the modules. What comes out of one comes from it alone, so the
+        # sources are then found again.
         found = sources_of(traced, self.is_step, numbers)
         own = [n for n, operation in enumerate(before) if gives_half(operation) or found[n]]
         own_parts, owners = own_modules([before[n] for n in own], parameters, traced.names, around)
@@ -173,6 +181,7 @@ class FlaggedProgram:
         sources = tuple(sorted(every - set(own_parts), key=lambda source: source.name))
         numbered = {part: len(cast) + number for number, part in enumerate((*own_parts, *sources))}
         rest = len(modules) + len(sources)
+        # Flags are numbered in the order of `groups`: what autocast casts, the program's own parts, sources.
         flags = self._flags_of_casts(cast, rest)
         for number, owner in zip(own, owners, strict=True):
             flags[number] = {len(cast) + owner, rest, *(numbered[source] for source in found[number])}
@@ -193,6 +202,7 @@ class FlaggedProgram:
         for number, module in enumerate(cast):
             scopes = scopes_for([module], cast, self.wide, narrow)
             rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
+            # An operation belongs to the module if other dtypes result from its rule.
             for own, now, kept in zip(flags, self.operations, self._case.operations(rules), strict=True):
                 if own and (now.operands, now.results) != (kept.operands, kept.results):
                     own.add(number)
@@ -223,12 +233,13 @@ class _Interpreter(Interpreter):
 
     def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> Array:
         """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
+        # Flags switch a rounding. They could not switch the dtype of an operand.
         rest = max(flags_of(equation) or (), default=0)
         arrays = [
             reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
             for value, dtype, source in zip(operands, action.formats, action.sources, strict=True)
         ]
-        # The flag of everything that no rule takes out. So bfloat16 stays on if fp8 is off.
+        # The largest flag is that of everything that no rule takes out. So bfloat16 stays on if fp8 is off.
         with jax.named_scope(flag_scope({rest})):
             (result,) = bind(equation, arrays, preferred_element_type=action.result, precision=None)
         return _with_float8_cotangent(result)
@@ -253,7 +264,9 @@ class _Number(Value):
         return self
 
     def to(self, dtype: Any) -> Array:
-        # JAX computes the cast of a literal while tracing, but not the cast of an operation's result.
+        # JAX computes the cast of a number while tracing
+        # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/lax.py#L1728): the jaxpr would have the
+        # rounded number, and no flag could switch that. The result of a barrier is traced.
         return self.native if dtype == jnp.float32 else cast(lax.optimization_barrier(self.native), dtype)
 
 

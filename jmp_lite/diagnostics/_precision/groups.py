@@ -29,6 +29,7 @@ class Group:
         pick = lambda arrays: [arrays[number] for number in self.numbers]
         before = self.before or [0.0] * len(self.numbers)
         sums = np.asarray(list(map(_sums, pick(half), pick(full), before)), np.float64).reshape(-1, 4)
+        # In float64, which holds the square of the unit of any float32 array.
         return np.square(sums[:, :1]) * sums[:, 1:]
 
 
@@ -36,8 +37,9 @@ def error_of(difference: float, half: float, full: float) -> tuple[float, float]
     """Returns the relative error and the cosine of a vector, from squared norms as `Group.norms` has them."""
     if not math.isfinite(difference + half + full):
         return math.inf, math.nan
-    if not full:
+    if not full:  # Zero in float32: any difference is infinitely large beside it.
         return (math.inf, 0.0) if difference else (0.0, 1.0)
+    # |half - full|^2 = |half|^2 + |full|^2 - 2 <half, full>; rounding may leave the cosine beyond 1.
     cosine = (half + full - difference) / 2 / math.sqrt(half * full) if half else 0.0
     return math.sqrt(difference / full), min(1.0, max(-1.0, cosine))
 
@@ -58,6 +60,7 @@ def groups_of(program: FlaggedProgram, state: Mapping[int, int]) -> list[Group]:
     if not program.is_step:
         return [Group("", tuple(range(1, len(program.outputs))))] if len(program.outputs) > 1 else []
     trees: dict[str, list[int]] = collections.defaultdict(list)
+    # Outputs whose paths end with that of a parameter are one tree: the gradients, or a moment of each.
     suffixes = {name.partition("/")[2] for name in program.parameters}
     for number, name in enumerate(program.outputs):
         suffix = max((s for s in suffixes if s and f"/{name}".endswith(f"/{s}")), key=len, default="")
@@ -74,11 +77,9 @@ def groups_of(program: FlaggedProgram, state: Mapping[int, int]) -> list[Group]:
 
 
 def updated(program: FlaggedProgram, full: Sequence[Array]) -> dict[int, int]:
-    """Returns the results that are new values of arguments, and the indexes of the arguments.
-
-    The gradients of a function that returns them look like its new parameters, and are far from the old ones.
-    A loss in half looks like the new value of a scalar in half that it depends on.
-    """
+    """Returns the results that are new values of arguments, and the indexes of the arguments."""
+    # By structure and shape alone, a loss in half looks like the new value of a half scalar that it depends
+    # on, and returned gradients look like new parameters. Both are far from the old values.
     arrays = program.arrays(1.0)
     is_half = lambda index: program.argument(index)[1] in ("float16", "bfloat16")
     is_far_from = lambda old, new: bool(old) and bool(abs(new - old) > abs(old) / 4)
@@ -88,6 +89,7 @@ def updated(program: FlaggedProgram, full: Sequence[Array]) -> dict[int, int]:
     new = {n: index for n, index in state.items() if program.argument(index)[0] in program.parameters}
     square = lambda array: float(jnp.sum(jnp.square(jnp.abs(array))))
     moves = sum(square(full[number] - arrays[index]) for number, index in new.items())
+    # As squares: further than half of the norm of the parameters.
     is_far = moves >= sum(square(arrays[index]) for index in new.values()) / 4
     return {n: index for n, index in state.items() if not (is_far and n in new)}
 
@@ -97,15 +99,16 @@ def worst_leaf(
 ) -> tuple[float, str, str]:
     """Returns the largest error of an output alone, over its own norm, its path, and that of a zero output.
 
-    A wrong gradient may have a small share of the norm of all. `noise` tells those that no dtype has right.
-    Of a step only those outputs count that do not change in half and do in float32: Adam divides each
-    gradient by its size, so that the error of a small one is as large as that of any other.
+    `noise` tells those that no dtype has right.
     """
+    # A wrong gradient may have a small share of the norm of all, so each is compared alone, too.
     rows = rows_of(norms)
     errors = {number: error_of(*row)[0] for number, row in rows.items()}
     if any(LEAF < error < math.inf for error in errors.values()):
         errors = {number: error for number, error in errors.items() if number not in noise()}
     zeros = {number: error for number, error in errors.items() if not rows[number][1]}
+    # Adam divides each gradient by its size, so that the error of a small one is as large as that of any
+    # other. So of a step only those outputs count that do not change in half and do in float32.
     errors = zeros if program.is_step else errors
     if not errors:
         return 0.0, "", ""

@@ -1,8 +1,6 @@
 """The parts of a program that are in half: modules, under names that users know, and sources of half values.
 
-A source is a cast in a line of the user, or an argument in half. If such a cast is left out, JAX's promotion
-computes in float32 all that depends on its result, up to a cast back to float32. So a source is a remedy that
-a user can write, where a scope is not.
+A source is a cast in a line of the user, or an argument in half.
 """
 
 import collections
@@ -154,6 +152,7 @@ def scopes_for(
     selected = [module for module in modules if module.pattern]
     # Of the patterns that match, the first one wins: that of the innermost module.
     for module in sorted(selected, key=lambda module: -module.name.count("/")):
+        # A rule is needed only where the module around it has the other dtype.
         outer = [other for other in selected if module.name.startswith(f"{other.name}/")]
         around = max(outer, key=lambda other: len(other.name), default=None)
         if (module in kept) != (around in kept):
@@ -182,8 +181,12 @@ def _names(operations: Sequence[AutocastOperation], parameters: Sequence[str], a
 def _path(operation: AutocastOperation, parameters: Sequence[str]) -> str:
     """Returns the scope of an operation; its argument if the scope names a class or is missing."""
     outer, _, last = operation.scope.rpartition("/")
-    scope = outer if "->" in last else operation.scope  # `jnp.einsum` names one by its equation, `bi,io->bo`.
-    is_class = "." in scope.rpartition("/")[2]  # All layers of Equinox share such a scope.
+    # `jnp.einsum` names a scope by its equation, `bi,io->bo`:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/numpy/einsum.py#L323.
+    scope = outer if "->" in last else operation.scope
+    # All layers of one class of Equinox share such a scope:
+    # https://github.com/patrick-kidger/equinox/blob/v0.13.8/equinox/nn/_linear.py#L67.
+    is_class = "." in scope.rpartition("/")[2]
     return (_argument(operation, parameters) if is_class or not scope else "") or scope or operation.scope
 
 
@@ -221,6 +224,8 @@ def sources_of(
     An operation in float32 has sources if one of the `numbers` that it takes was converted to half. What one
     of the `layers` of a library gives comes from it alone: it casts whatever it takes to its own dtype.
     """
+    # If the cast of a source is left out, JAX's promotion computes in float32 all that depends on its result,
+    # up to a cast back to float32. So a source is an edit that a user can write, where a scope is not.
     named = zip(traced.names, traced.arrays, strict=True)
     source = lambda name: _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
     operation = lambda equation, operands: _operation(numbers, equation, operands, search.calls, layers)
@@ -281,8 +286,10 @@ def _layer_of(equation: Equation, calls: Sequence[Equation], layers: Sequence[Mo
 def _cast(equation: Equation, line: str) -> Sources:
     """Returns an operation that makes half values of others as their source; none if it is of a library."""
     dtype = equation.outvars[0].aval.dtype.name
+    # A cast of a cotangent, which has the dtype of the value that it is the gradient of.
     if is_transposed(equation):
         return frozenset({_EVERY})
+    # Numbers alone, such as the zeros of a `jnp.zeros_like`: they have the dtype of what they are like.
     if all(map(is_literal, equation.invars)) and not makes_half(line):
         return frozenset({_EVERY})
     if is_by_autocast(equation) and not makes_half(line):

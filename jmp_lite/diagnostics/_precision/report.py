@@ -69,6 +69,7 @@ class Limits:
             return error.loss
         if error.lost:
             return math.inf
+        # A single gradient that is wrong counts however small its share of the norm of all is.
         is_leaf = error.leaf > max(self.leaf, self.tolerance)
         return max(error.gradients, error.leaf) if is_leaf else error.gradients
 
@@ -164,6 +165,7 @@ class PrecisionReport(Shown):
         """Returns one line: the error of everything in half."""
         if not self.names:
             return f"No value of this function is in {self.dtype}: autocast finds no product for it."
+        # Whether a single gradient decides, and not all of them together.
         is_leaf = self.limits.measured(self.half) > getattr(self.half, self.limits.measure)
         of_each = f", and {self.limits.leaf:.2g} for each of them" if is_leaf else ""
         by_hand = f" Casts by hand around each matmul have {self.by_hand}." if self.by_hand else ""

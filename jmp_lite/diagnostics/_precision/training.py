@@ -1,9 +1,4 @@
-"""Trains in half and in float32: whether the error of one step matters after some steps.
-
-An error of one step says little: the first update of Adam is the sign of each gradient, and near an optimum
-every gradient is mostly rounding error. So the step is repeated, on the same batch, and its metrics and the
-way that its state has come are compared.
-"""
+"""Trains in half and in float32: whether the error of one step matters after some steps."""
 
 import dataclasses
 from collections.abc import Collection, Iterator
@@ -56,6 +51,8 @@ class Training:
 
     def lags(self, kept: Collection[Module] = (), steps: int | None = None) -> list[Lag]:
         """Returns what is wrong with some modules in float32 and the others in half, the worst first."""
+        # An error of one step says little: the first update of Adam is the sign of each gradient, and near an
+        # optimum every gradient is mostly rounding error. So the step is repeated on the same batch.
         steps = self.steps if steps is None else steps
         if steps not in self._in_float32:
             self._in_float32[steps] = self._run(None, steps)
@@ -69,12 +66,13 @@ class Training:
             end, start = last(values), values[0]
             size, difference = max(abs(end), abs(start - end)), abs(last(half[0][number]) - end)
             error = difference / size if size else difference
-            if not error <= HARM:
+            if not error <= HARM:  # Also if it is NaN.
                 yield Lag(self._program.outputs[number], "", error, steps)
 
     def _of_state(self, half: Trained, full: Trained, steps: int) -> Iterator[Lag]:
         old = [self._start[self._state[number]] for number in self._floating]
         for number, way, own in zip(self._floating, map(_way, old, full[1]), map(_way, old, half[1])):
+            # A part that is NaN in half is not at least anything.
             if float(way) > 0 and not float(own) >= _LEAST * float(way):
                 index, part = self._state[number], float(own) / float(way)
                 yield Lag(*self._program.argument(index), part, steps)

@@ -1,9 +1,6 @@
 """Counts values by magnitude, which tells what half precision does to them at any loss scale.
 
-A value is 2**e times a number from 1 to 2. A loss scale that is a power of two adds to `e` and changes
-nothing else. So one count by `e`, in which the values that round at the edges of the range stand apart, tells
-for every scale how many values overflow, are subnormal or become zero. The counts are exact for rounding to
-nearest, ties to even, as in IEEE 754.
+The counts are exact for rounding to nearest, ties to even, as in IEEE 754.
 """
 
 import dataclasses
@@ -111,11 +108,15 @@ class Magnitudes:
 
     def fates(self, exponent: int = 0) -> Fates:
         """Returns how many values the half dtype keeps and loses at the scale `2**exponent`."""
+        # A value is 2**e times a number from 1 to 2, and a loss scale that is a power of two adds to `e` and
+        # changes nothing else. So one count by `e`, in which the values that round at the edges of the range
+        # stand apart, tells the fates at every scale.
         info = jnp.finfo(self.dtype)
         digits, least, most = int(info.nmant), int(info.minexp), int(info.maxexp) - 1
         exponents = np.arange(BINS)[:, None] + (LOWEST + exponent)
         kinds = np.arange(_CLASSES)
-        # Half of the smallest number rounds to zero, and everything above it to the smallest number.
+        # Half of the smallest number is a tie, which goes to the even zero. Everything above it becomes the
+        # smallest number.
         half_of_least = least - digits - 1
         flushed = (exponents < half_of_least) | ((exponents == half_of_least) & (kinds == 0))
         overflowed = (exponents > most) | ((exponents == most) & (kinds == 3))
@@ -161,11 +162,11 @@ class Histogram(Probe):
         if jnp.iscomplexobj(array):
             array = jnp.stack([array.real, array.imag])
         # The bits are compared as integers: XLA's CPU backend treats a subnormal float32 as zero, also in
-        # comparisons.
+        # comparisons (https://github.com/jax-ml/jax/issues/16200). The mask takes the sign off.
         bits = lax.bitcast_convert_type(jnp.asarray(array, jnp.float32), jnp.uint32) & 0x7FFFFFFF
         if not bits.size:
             return self.empty(array.dtype)
-        finite = bits < 0x7F800000
+        finite = bits < 0x7F800000  # Inf: all bits of the exponent, and no mantissa. NaN has one.
         index = jnp.where(finite, self._index(bits), jnp.where(bits == 0x7F800000, _INF, _NAN))
         index = jnp.where(bits == 0, _ZERO, index)
         # On an explicit mesh the counts of all devices are added up.
@@ -181,7 +182,8 @@ class Histogram(Probe):
         """Returns the index of each finite value in the counts."""
         digits = int(jnp.finfo(self.dtype).nmant)
         field, mantissa = bits >> 23, bits & 0x7FFFFF
-        # A subnormal float32 has its exponent where its first digit stands.
+        # A subnormal float32 has its exponent where its first digit stands. The exponents are counted from
+        # that of the smallest one, 2**-149, so that the field 1, 2**-126, is 23.
         first = 31 - lax.clz(jnp.maximum(mantissa, 1))
         normalized = (mantissa << (23 - first)) & 0x7FFFFF
         exponent = jnp.where(field == 0, first, field + 22)
@@ -229,6 +231,7 @@ def largest_safe(largest: float, dtype: np.dtype) -> int | None:
     if not largest:
         return None
     limit = float(jnp.finfo(dtype).max)
+    # Too high by one or two, since only the exponents are compared.
     exponent = math.frexp(limit)[1] - math.frexp(largest)[1] + 1
     while math.ldexp(largest, exponent) >= limit:
         exponent -= 1

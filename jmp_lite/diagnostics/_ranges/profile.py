@@ -114,6 +114,7 @@ class RangeReport(Shown):
         safe = self.largest_safe_scale
         if safe is None:
             return None
+        # The default minimum is 1, from which a smaller scale would not back off.
         return DynamicLossScale(safe, min_loss_scale=2.0**-24) if safe < 1 else DynamicLossScale(safe)
 
     @property
@@ -216,15 +217,16 @@ def profile_ranges(
 
 
 def ranges_of(case: Case, loss_scale: float | None = None) -> RangeReport:
-    """Returns the report of a call, at its own loss scale or another one.
-
-    The program runs in float32, at a scale of 1: nothing is lost before it is counted.
-    """
+    """Returns the report of a call, at its own loss scale or another one."""
+    # The program runs in float32, at a scale of 1: nothing is lost before it is counted, and
+    # `Magnitudes.fates` adds the scale.
     program, dtype = case.program, case.given.dtype
+    # Rounded down to a power of two.
     exponent = math.frexp(case.scale if loss_scale is None else loss_scale)[1] - 1
     probe = Histogram(dtype)
     reference = Reference({}, lost_numbers(program.jaxpr, case.numbers))
     measured = Tapped(program, probe, reference.apply)(1.0)
+    # By module, direction and dtype: the values in fp8 have tables of their own.
     groups: dict[tuple[str, str, Histogram], list[np.ndarray]] = collections.defaultdict(list)
     for path in sorted(measured.records):
         site = measured.sites[path]
@@ -238,7 +240,7 @@ def ranges_of(case: Case, loss_scale: float | None = None) -> RangeReport:
     ]
     gradients = tuple(
         ModuleRange(name, "backward", probe.read(record), exponent)
-        for name, record in zip(program.gradients, measured.results[1:])
+        for name, record in zip(program.gradients, measured.results[1:])  # The first result is the loss.
     )
     is_half = lambda row: row.magnitudes.dtype == dtype
     float8 = tuple(row for row in modules if not is_half(row))

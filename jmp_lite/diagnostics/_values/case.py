@@ -68,10 +68,11 @@ class Case:
     def __post_init__(self) -> None:
         args, kwargs = self.arguments
         self.arguments = _with_arrays(self.call, args), kwargs
+        # Traced once: the user's Python may have side effects, and all programs are made from this jaxpr.
         with only_own_precisions():
             self.traced = trace_call(self.call.fun, *self.arguments, True, (np.ndarray,))
         self.plain = make_rules(jnp.float32)
-        self._plans: dict[int, tuple[Planner, Plan]] = {}  # By the `id` of their rules.
+        self._plans: dict[int, tuple[Planner, Plan]] = {}  # By the `id` of their rules, which `self` keeps.
 
     @functools.cached_property
     def is_own(self) -> bool:
@@ -101,6 +102,7 @@ class Case:
 
     def planned(self, rules: Rules) -> tuple[Planner, Plan]:
         """Returns the plan of autocast by some rules, made once for those of the function and for none."""
+        # A search asks for the plans of many rules, once each.
         if rules is not self.plain and rules is not self.rules:
             return make_plan(self.traced, rules)
         if id(rules) not in self._plans:
@@ -146,6 +148,7 @@ def gives_half(operation: AutocastOperation) -> bool:
 
 def _with_arrays(call: LossCall, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns arguments with the Python numbers that `jax.value_and_grad` differentiates as arrays."""
+    # It traces them. Left as they are, they would be constants of the program, without a gradient.
     if call.value_and_grad_fn is not jax.value_and_grad:
         return args
     argnums = call.argnums if isinstance(call.argnums, Sequence) else (call.argnums,)
@@ -160,7 +163,9 @@ def _with_arrays(call: LossCall, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def without_debugging() -> Iterator[None]:
-    """Switches off what makes JAX raise at a NaN or inf: whoever looks for one may have it on."""
+    """Switches off what makes JAX raise at a NaN or inf."""
+    # Whoever looks for one may have it on, and JAX would check what each program here returns:
+    # https://docs.jax.dev/en/latest/debugging/flags.html.
     with jax.debug_nans(False), jax.debug_infs(False):
         yield
 

@@ -1,9 +1,4 @@
-"""Describes the sites of a program before it runs: what each value is, and what it was computed from.
-
-The walk goes into every jaxpr of the program, so that nothing but the measurements is left for the run. The
-program is already differentiated: a call that exists only for a custom derivative or for a transform is
-described as if it were written inline, and so is the solver of a linear solve.
-"""
+"""Describes the sites of a program before it runs: what each value is, and what it was computed from."""
 
 import dataclasses
 import math
@@ -45,11 +40,9 @@ CUT = -3
 """The number of the site that says whether a while loop was stopped."""
 KEPT = 2
 """The iterations of a while loop that are kept: the first with an inf or NaN, and the first with a NaN."""
+# Of the thousands of a solver, such as those of diffrax, XLA would compile the measurements for minutes.
 _MOST_MEASURED = 300
-"""The most equations of a while loop that is measured inside.
-
-Of the thousands of a solver, such as those of diffrax, XLA would compile the measurements for minutes.
-"""
+"""The most equations of a while loop that is measured inside."""
 LEAVE = 1_000_000
 """The number of the first result that leaves a call: more than any equation has inner jaxprs."""
 
@@ -146,6 +139,7 @@ class Description:
     def _call(self, equation: Equation, operands: Values, path: Path, where: Where) -> Values:
         name, inners = equation.primitive.name, inner_jaxprs(equation)
         if name == "while":
+            # A site of its own, since the values of a loop that was stopped look like any others.
             self._site((*path, CUT), SiteKind.CUT, equation, [], jax.typeof(1.0), where)
             if not _is_measured_inside(equation):
                 return self._operation(equation, operands, path, where)
@@ -175,9 +169,11 @@ class Description:
         first, outside = inner.constants, dataclasses.replace(where, loops=inside.loops)
         given = [operands[number] for number in inner.operands]
         inputs = list(enumerate(zip(open_jaxpr(inner.jaxpr).invars, inner.roles)))
+        # Again until nothing changes: what is known of a carry depends on the body that returns it.
         while True:
             taken = list(given)
             for number, (var, role) in inputs:
+                # A constant of a loop is the same in each iteration, so its own measurement holds for it.
                 if inside.loops != where.loops and role is not Role.CONSTANT:
                     at, value = (*inside.path, -1, number), given[number]
                     source = self._site(at, SiteKind.ENTRY, equation, [value], var.aval, outside)
@@ -246,6 +242,7 @@ def _is_measured_inside(equation: Equation) -> bool:
     """Whether a while loop is measured inside: a small one, which is not that of a batch."""
     (predicate,) = open_jaxpr(equation.params["cond_jaxpr"]).outvars
     size = len(list(all_equations(equation.params["body_jaxpr"])))
+    # Under `vmap` a loop runs until all members have ended, and its condition is an array.
     return not predicate.aval.shape and size <= _MOST_MEASURED
 
 
@@ -270,7 +267,7 @@ def _operand(var: Var, value: Value) -> tuple[str, float | None]:
     """Returns an operand as it is shown, and its number if that is known while tracing."""
     if value.number is not None:
         text = f"{value.number:.4g}"
-        return text, float(text)
+        return text, float(text)  # The number that is shown, so that a hint and the report agree.
     if not is_literal(var):
         return describe(var.aval), None
     is_number = jnp.issubdtype(var.aval.dtype, jnp.number)
@@ -294,6 +291,6 @@ def _survives_cast(number: float | None, aval: Any) -> bool:
 def _direction(equation: Equation, around: str) -> str:
     if is_recomputed(equation):
         return "recomputed"
-    if around != "forward":
+    if around != "forward":  # A call in the backward pass holds nothing of the forward pass.
         return around
     return "backward" if is_transposed(equation) else "forward"

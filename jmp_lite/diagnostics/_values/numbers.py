@@ -1,9 +1,4 @@
-"""The numbers of a program that half precision rounds away, as the source has them.
-
-JAX rounds a number when it traces: of `x + 1e-8` in float16 the jaxpr has `x + 0`, and no run of the jaxpr in
-float32 brings the number back. So the number is read from the source: a constant, a name, an attribute or a
-default. Only one number is guessed: a name of unknown value that is added, and is 0 in half, is an epsilon.
-"""
+"""The numbers of a program that half precision rounds away, as the source has them."""
 
 import ast
 import functools
@@ -45,6 +40,9 @@ def lost_numbers(jaxpr: Jaxpr, given: Mapping[str, float] = MappingProxyType({})
 
     `given` are the Python numbers among the arguments of the program, by their paths.
     """
+    # JAX rounds a number when it traces: of `x + 1e-8` in float16 the jaxpr has `x + 0`, and no run of the
+    # jaxpr in float32 brings the number back. So it is read from the source: a constant, a name, an attribute
+    # or a default.
     found: dict[Key, Written] = {}
     for equation in all_equations(jaxpr):
         for position, var in enumerate(equation.invars):
@@ -79,15 +77,18 @@ def _in_the_source(key: Key, equation: Equation, given: Mapping[str, float]) -> 
         return None
     operands = [(node, place, _given(node, given) or known) for node, place, known in _operands_at(line)]
     is_same = functools.partial(_is_rounded, value=value, dtype=dtype)
+    # Of the numbers in the expression, those that half rounds to the literal of the jaxpr.
     same = [(place, each) for _, place, known in operands for each in filter(is_same, known)]
     if same:
         return _nearest(_at(position, same), value)
+    # The only guess: what is added, has no known value and is 0 in half, is an epsilon.
     is_epsilon = value == 0 and dtype in NARROW and equation.primitive.name == "add"
     return _EPSILON if is_epsilon and _has_unknown_name(operands) else None
 
 
 def _at(position: int, numbers: Sequence[tuple[int, Written]]) -> list[Written]:
     """Returns the numbers at a position; if there are none, those at all positions."""
+    # The arguments of a function need not be in the order of the operands of its primitive.
     return [each for place, each in numbers if place == position] or [each for _, each in numbers]
 
 
@@ -130,6 +131,7 @@ _OPERATORS = {
     ast.Div: operator.truediv,
     ast.Pow: operator.pow,
 }
+# The last names of functions that return their first argument as a number or an array.
 _CONVERSIONS = ("float", "array", "asarray", "float16", "bfloat16", "float32", "float64")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -163,7 +165,7 @@ class _Source:
 
     def _numbers(self, node: ast.expr) -> Iterator[Written]:
         match node:
-            case ast.Constant(value=bool()):
+            case ast.Constant(value=bool()):  # Python's booleans are integers.
                 return
             case ast.Constant(value=int() | float() as value):
                 yield Written(float(value))
@@ -198,12 +200,14 @@ class _Source:
         for function in around:
             if not isinstance(function, _FUNCTIONS):
                 continue
+            # The innermost function that assigns the name, or has it as a parameter, decides.
             if values := list(_assigned(function, ast.Name, name)):
                 yield from (number for value in values for number in self._numbers(value))
                 return
             defaults = _defaults(function)
             if name in defaults:
                 default = defaults[name]
+                # A parameter without a default may be any number.
                 yield from () if default is None else self._unsure(default)
                 return
         yield from _number_of(self._global(name))
@@ -231,6 +235,7 @@ class _Source:
 
     @functools.cached_property
     def _module(self) -> Any:
+        # A list, since another thread may import while this runs. A cell of a notebook belongs to `__main__`.
         modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == self._file)
         return next(modules, sys.modules.get("__main__"))
 
@@ -267,6 +272,7 @@ def _operands_at(line: str) -> list[tuple[ast.expr, int, list[Written]]]:
 def _expressions_at(line: str) -> tuple[_Source | None, list[ast.AST]]:
     """Returns the source of a file, and the expressions that begin at `file.py:12:4 (function)`."""
     file, row, column = [*line.partition(" ")[0].split(":"), "", "0"][:3]
+    # `linecache` also has the cells of a notebook, which are no files.
     text = "".join(linecache.getlines(file)) if row.isdigit() else ""
     source = _parsed(file, text) if text else None
     return source, source.nodes.get((int(row), int(column or 0)), []) if source else []

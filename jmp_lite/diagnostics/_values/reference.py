@@ -2,8 +2,7 @@
 
 `flagged` of `_jaxpr.read` has written the flags of each equation into it. If all of them are on, the equation
 computes what it computes in the program. If one of them is off, it computes in float32, and a cast to half
-does nothing. So one compiled program computes the loss and the gradients as they are, in float32, and with
-any set of modules in float32.
+does nothing.
 """
 
 import functools
@@ -120,7 +119,9 @@ class Reference:
                 (x,) = operands
                 (rounded,) = bind(equation, [x.array])
                 return [x._replace(array=self._choose(flags, rounded, x.array))]
-            # In bfloat16 JAX draws other numbers: float16 ones, once rounded, may leave their range.
+            # In bfloat16 JAX draws other numbers
+            # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/random/core.py#L530): float16 ones,
+            # once rounded, may leave their range.
             called = str(equation.params.get("name", ""))  # JAX jits `jax.random.normal` as `_normal`.
             if self._wide == jnp.bfloat16 and called[:1] == "_" and hasattr(jax.random, called[1:]):
                 return list(map(self._exact, _as_written(equation, [value.array for value in operands])))
@@ -189,6 +190,7 @@ class Reference:
             return list(map(ReferenceValue, bind(equation, arrays)))
         if name in _PRODUCTS:
             return self._product(equation, operands, flags)
+        # An operation that is not in the table may not exist in float32: it runs as written.
         if name == _OF_BITS or not (is_cast or name in PRIMITIVES):
             return list(map(self._exact, _as_written(equation, arrays)))
         return self._in_both(equation, arrays, _flags_of_sum(operands, flags) if name == "add_any" else flags)
@@ -203,6 +205,7 @@ class Reference:
     def _product(self, equation: Equation, operands: Values, flags: Flags | None) -> Values:
         taken = []
         for value, var in zip(operands, equation.invars):
+            # An operand that these flags have rounded already is not rounded twice.
             is_rounded = flags is not None and value.rounded is not None and value.rounded <= flags
             is_rounded &= not self._by_hand
             taken.append(value.array if is_rounded else self._rounded(value.array, var, flags))
@@ -211,11 +214,14 @@ class Reference:
 
     def _rounded(self, array: Array, var: Var, flags: Flags | None) -> Array:
         """Rounds an array to the dtype of a half variable if the flags are on, or by hand."""
+        # With the 8 bits of the exponent of float32: by hand, the range is not that of half.
         if self._by_hand and is_narrow(var):
             return lax.reduce_precision(array, 8, jnp.finfo(var.aval.dtype).nmant)
         if not is_narrow(var) or flags not in self._is_on:
             return array
-        # `lax.reduce_precision` would flush the subnormal numbers of float16 to zero.
+        # `lax.reduce_precision` would flush the subnormal numbers of float16 to zero, as XLA's implementation
+        # says:
+        # https://github.com/openxla/xla/blob/001918b7024c/xla/service/elemental_ir_emitter.cc.
         return self._choose(flags, self._widened(lax.convert_element_type(array, var.aval.dtype)), array)
 
     def _choose(self, flags: Flags | None, on: Array, off: Array) -> Array:
@@ -234,7 +240,8 @@ class Reference:
                 wide = jax.make_jaxpr(lambda *arrays, value=value: self.run(value, arrays))(*shapes)
                 changed[name] = wide if hasattr(value, "consts") else open_jaxpr(wide)
         if any(map(is_narrow, equation.invars)) and equation.params.get("precision", 0) != 0:
-            # A product that the program has in half. By default a GPU would run its float32 operands in TF32.
+            # A product that the program has in half. By default a GPU would run its float32 operands in TF32:
+            # https://github.com/jax-ml/jax/issues/12008.
             changed["precision"] = (lax.Precision.HIGHEST,) * 2
         return changed
 
@@ -261,6 +268,7 @@ def _is_number(value: ReferenceValue) -> bool:
 
 def _flags_of_sum(operands: Values, flags: Flags | None) -> Flags | None:
     """Returns the flags of an `add_any`: the gradients of a value are in half if all readers of it are."""
+    # JAX makes this sum, so no module has it, and its flags are those of the gradients that meet in it.
     rounded = [value.rounded for value in operands if value.rounded is not None]
     return frozenset[int]().union(*rounded) if len(rounded) == len(operands) else flags
 

@@ -1,9 +1,6 @@
 """The tap: runs a program again, and measures the sites of its description on the way.
 
-A probe chooses the sites and measures them: by default their smallest and largest element. Each measurement
-is a small array that is computed right where the value is. Measurements leave loops, branches,
-rematerialization and shards as additional results. So all of this is one program, which keeps no value longer
-than the original program does.
+A probe chooses the sites and measures them: by default their smallest and largest element.
 """
 
 import functools
@@ -69,8 +66,8 @@ class Probe:
         if not array.size:
             return self.empty(array.dtype)  # XLA has no minimum of an array without elements.
         # The bits are compared as integers, in the order NaN, -inf, ..., inf, NaN: XLA's CPU backend does not
-        # promise that a minimum of floats keeps a NaN. The bits of negative numbers fall as the numbers
-        # rise, so all of them but the sign are inverted.
+        # promise that a minimum of floats keeps a NaN (https://github.com/openxla/xla/issues/21461). The bits
+        # of negative numbers fall as the numbers rise, so all of them but the sign are inverted.
         whole = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[array.dtype.itemsize]
         order = lambda bits: jnp.where(bits < 0, bits ^ jnp.iinfo(whole).max, bits)
         ordered = order(lax.bitcast_convert_type(array, whole))
@@ -105,6 +102,10 @@ def maxima(first: Array, second: Array) -> tuple[Array, Array]:
 class Tap:
     """Runs the jaxprs of one program with a probe; `operate` runs their equations."""
 
+    # Each measurement is a small array that is computed right where the value is, and leaves loops, branches,
+    # rematerialization and shards as an additional result. So all of this is one program, which keeps no
+    # value longer than the original program does.
+
     def __init__(self, description: Description, probe: Probe, operate: Operate = bind) -> None:
         self.probe, self._operate = probe, operate
         # Most arrays of a model have one of few shapes, for each of which this is traced once.
@@ -136,7 +137,8 @@ class Tap:
     def _measured(self, path: Path, array: Array) -> Records:
         if (site := self.sites.get(path)) is None:
             return {}
-        # Without the barrier XLA would fold the reductions of constant arrays, which takes minutes.
+        # Without the barrier XLA would fold the reductions of constant arrays, which takes minutes:
+        # https://github.com/jax-ml/jax/issues/21300.
         return {path: self._measure_once(lax.optimization_barrier(array), site.dtype)}
 
     def _call(
@@ -147,12 +149,14 @@ class Tap:
         if name in INLINE:
             ((number, inner),) = ((n, each) for n, each in enumerate(inners) if None not in each.results)
             return self.run(inner.jaxpr, [arrays[index] for index in inner.operands], (*path, number))
+        # Literals are numbers of Python or NumPy, and the loops of JAX take arrays.
         arrays = [array if isinstance(array, jax.Array) else np.asarray(array) for array in arrays]
         bodies = [self._body(inner, arrays, (*path, number)) for number, inner in enumerate(inners)]
         results, records = CALLS[name](equation, bodies, arrays, **self._options(name, path))
         if name == "shard_map" and (join := self.probe.join):
             records = {at: functools.reduce(join, record) for at, record in records.items()}
         if name == "while":
+            # The first body is the condition: if it still holds at the end, the loop was stopped.
             goes_on = jnp.any(bodies[0](*results)[0][0])
             records = {**records, **self._measured((*path, CUT), goes_on.astype(float))}
         return results, records
@@ -186,6 +190,7 @@ class Tap:
         records = {path: self.probe.empty(site.dtype) for path, site in sites.items()}
         if self.probe.join:
             return records
+        # Records that are not joined have an axis for each loop inside of the part.
         lengths = lambda path: [loop.length for loop in sites[path].loops if len(loop.path) > start]
         return {at: jnp.broadcast_to(each, (*lengths(at), *each.shape)) for at, each in records.items()}
 
@@ -221,7 +226,7 @@ class _First:
         is_nan = _any(jnp.isnan(record).any() for record in side.values())
         is_bad = _any(self._probe.alarm(record).any() for record in side.values())
         (found, first), (found_nan, first_nan) = state
-        first = select_tree(found, first, side)
+        first = select_tree(found, first, side)  # The newest one, until one is bad.
         first_nan = select_tree(is_nan & ~found_nan, side, first_nan)
         return [(found | is_bad, first), (found_nan | is_nan, first_nan)]
 

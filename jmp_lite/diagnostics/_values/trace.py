@@ -27,11 +27,11 @@ from .sites import Path, Site, SiteKind
 from .tap import Operate, Probe, Tap
 
 _SCALE = "_jmp_lite_loss_scale"
+# By default XLA may remove a cast to half and back, which hides overflows:
+# https://github.com/jax-ml/jax/issues/23007. The low optimization level halves the compile time of a program
+# that runs only a few times.
 EVERY_CAST: Any = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 1}
-"""Compiler options for diagnosis. By default XLA may remove a cast to half and back, which hides overflows.
-
-The low optimization level halves the compile time of a program that runs only a few times.
-"""
+"""Compiler options for diagnosis."""
 
 
 ValueAndGrad: TypeAlias = Callable[..., Callable[..., Any]]
@@ -115,7 +115,7 @@ class LossProgram:
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Returns the outputs: the loss and the gradients, or what a step returns."""
-        # A Jaxpr is a ClosedJaxpr since JAX 0.11.
+        # A Jaxpr is a ClosedJaxpr since JAX 0.11, and has an attribute `jaxpr` too.
         closed = self.jaxpr if hasattr(self.jaxpr, "jaxpr") else ClosedJaxpr(self.jaxpr, ())
         return jaxpr_as_fun(closed)(*arrays)[: len(self.outputs)]
 
@@ -123,6 +123,7 @@ class LossProgram:
 def trace(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossProgram:
     """Traces a loss function and its backward pass, or a step; the loss scale is one more argument."""
     recorded = _Recorded()
+    # An argument and no constant, so that one compiled program runs at every scale.
     scaled = {**kwargs, _SCALE: jnp.float32(1)}
     traced = trace_call(_run(call, recorded), args, scaled, True, (np.ndarray,))
     fixed = constants(traced.jaxpr)
@@ -198,8 +199,7 @@ def state_of(trees: Trees, jaxpr: Jaxpr) -> dict[int, int]:
     """Returns for each output of a jaxpr that is the new value of an input the index of that input.
 
     These are the largest subtrees of the results with the structure, the shapes and the dtypes of a subtree
-    of the arguments that they depend on. A scalar that is returned alone is a metric; one in half may be a
-    counter.
+    of the arguments that they depend on.
     """
     depends = dependence(jaxpr)
     candidates: dict[Any, list[range]] = collections.defaultdict(list)
@@ -211,6 +211,7 @@ def state_of(trees: Trees, jaxpr: Jaxpr) -> dict[int, int]:
         return any(output is not None and number in depends[output] for output, number in numbers)
 
     pairs: dict[int, int] = {}  # The leaves of the results that are new values, each with its argument.
+    # The outer subtrees come first, so the largest ones are taken. An argument has one new value.
     for tree, new in _subtrees(trees.results):
         if new.start not in pairs and not _is_metric(tree):
             free = (old for old in candidates[_kind(tree)] if set(pairs.values()).isdisjoint(old))
@@ -236,6 +237,7 @@ def _kind(tree: Any) -> Any:
 
 
 def _is_metric(tree: Any) -> bool:
+    """Whether a tree is a scalar that is returned alone. One in half may be a counter."""
     is_scalar = jax.tree_util.all_leaves([tree]) and getattr(tree, "shape", ()) == ()
     return is_scalar and getattr(tree, "dtype", None) not in HALF_DTYPES
 
