@@ -90,7 +90,8 @@ FLOORS = (
     ("linen.py", "nnx.py", "diagnostics/"),
     ("_cast_params.py", "_flax/", "_autocast/", "programs/"),
     ("_policy.py", "_scaling/", "_float8/", "_attention/"),
-    ("_memory/", "_jaxpr/"),
+    ("_memory/",),
+    ("_jaxpr/",),
     ("_tree.py",),
     ("_dtypes.py", "_paths.py", "_text.py"),
 )

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from .._dtypes import DTypeLike, parse_dtype
+from .._jaxpr import dependence
 from .._paths import as_patterns, leaf_names, matches, named_leaves, nearest_paths, path_name
 from .._tree import at_least_float32, cast_leaf, has_dtype, is_half, nodes_of
 from .half_params import MasterParamsState
@@ -140,18 +141,12 @@ def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
     traced, shapes = jax.make_jaxpr(init, return_shape=True)(params)
     # The jaxpr shows which arrays are made from the values of the parameters. The values cannot show it: a
     # bias of zeros equals its moment, and there are no values inside `jit`.
-    jaxpr = traced.jaxpr
-    # By `id`: a literal cannot be hashed, and the jaxpr keeps its variables alive meanwhile.
-    from_params = set(map(id, jaxpr.invars))
-    for equation in jaxpr.eqns:
-        if any(id(operand) in from_params for operand in equation.invars):
-            from_params.update(map(id, equation.outvars))
     # The path of a moment, such as `mu/head/kernel`, ends with the name of a parameter.
     names = leaf_names(differentiated(params))
     of_parameter = lambda path: any(not name or f"/{path}".endswith(f"/{name}") for name in names)
     may_rest = []
-    for (path, leaf), result in zip(named_leaves(shapes), jaxpr.outvars, strict=True):
-        is_state = _is_floating_array(leaf) and id(result) not in from_params
+    for (path, leaf), params_read in zip(named_leaves(shapes), dependence(traced), strict=True):
+        is_state = _is_floating_array(leaf) and not params_read
         may_rest.append(is_state and (leaf.size > _FEW or of_parameter(path)))
     return shapes, jax.tree.unflatten(jax.tree.structure(shapes), may_rest)
 

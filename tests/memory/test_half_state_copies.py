@@ -10,6 +10,12 @@ import jmp_lite as jmp
 from tests.support.arrays import normal
 from tests.support.steps import bits
 
+
+def jitted(tx):
+    """`init` is jitted, as for an optimizer state that is sharded from its start."""
+    return optax.GradientTransformation(jax.jit(tx.init), tx.update)
+
+
 PARAMS = {"w": normal(2, 16, 8), "b": jnp.zeros(8), "one": jnp.ones(8)}
 COPIES = {
     "mechanize": (contrib.mechanize(optax.adam(1e-2)), {"x0"}),
@@ -24,6 +30,8 @@ COPIES = {
     "sam": (contrib.sam(optax.adam(1e-2), optax.sgd(1e-2)), {"cache"}),
     "multi_steps": (optax.MultiSteps(contrib.prodigy(), 2), {"params0"}),
     "adam": (optax.adam(1e-2), set()),
+    "adam, jitted": (jitted(optax.adam(1e-2)), set()),
+    "prodigy, jitted": (jitted(contrib.prodigy()), {"params0"}),
 }
 
 
