@@ -248,9 +248,7 @@ def of_operations(report: AutocastReport) -> Iterator[Finding]:
     for product in report.in_float32():
         slow[f"not in half: {product.reason}.", "" if product.why == "rule" else cast].append(product)
     for product in (operation for operation in report.operations if operation.advice):
-        what = "of a size that Tensor Cores run slowly."
-        # In parentheses are the arguments that this product takes.
-        slow[what, product.advice.partition(" (")[0]].append(product)
+        slow["of a size that Tensor Cores run slowly.", product.advice].append(product)
     for (what, advice), products in slow.items():
         share = sum(product.flops for product in products) / total
         where = dict.fromkeys(f"{each.module or '/'}, {each.source}" for each in products[:3])

@@ -37,6 +37,12 @@ def test_products_of_one_slow_size_are_one_finding():
     assert "test_findings.py" in found.where
 
 
+def test_all_slow_sizes_of_a_product_are_named():
+    zeros = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    (found,) = of_operations(jmp.explain(jnp.dot, "float16")(zeros(64, 100), zeros(100, 60)))
+    assert found.advice == "N = 60: pad it to 64; K = 100: pad it to 104"
+
+
 def test_the_four_slowest_modules_are_named_with_their_times():
     rows = [types.SimpleNamespace(module=name, fixed=2e-6, bound="bytes") for name in "abcde"]
     device = types.SimpleNamespace(name="H100 SXM")

@@ -113,21 +113,18 @@ def _line(equation: Equation, call: Equation | None) -> str:
     return f"{line}: {code}" if code else line
 
 
-def advise_shapes(equation: Equation, arguments: Sequence[str]) -> str:
+def advise_shapes(equation: Equation) -> str:
     """Returns which sizes of a product Tensor Cores run slowly, and what to pad them to; empty for none.
 
     Sizes of half operands are multiples of 8 elements, 16 bytes: chapter 4 of NVIDIA's Training With Mixed
     Precision.
     """
-    names = f" ({', '.join(arguments)})" if arguments else ""
     sizes = dict(_sizes(equation))
     thin = {name: sizes.pop(name) for name in ("M", "N") if sizes.get(name, 8) < 8}
-    texts = [
-        f"{name} = {size}: pad it to {-(-size // 8) * 8}{names}" for name, size in sizes.items() if size % 8
-    ]
+    texts = [f"{name} = {size}: pad it to {-(-size // 8) * 8}" for name, size in sizes.items() if size % 8]
     if thin:
         thin_sizes = " and ".join(f"{name} = {size}" for name, size in thin.items())
-        texts.insert(0, f"{thin_sizes}: too thin for Tensor Cores{names}")
+        texts.insert(0, f"{thin_sizes}: too thin for Tensor Cores")
     return "; ".join(texts)
 
 

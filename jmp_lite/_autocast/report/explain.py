@@ -162,7 +162,8 @@ class AutocastReport:
             lines += ["", "Matmuls that are not in half:", *map(str, left)]
         not_fp8 = filter(None, (operation.not_fp8 for operation in self.operations))
         lines += _counted("Matmuls that are in bfloat16 and not in fp8:", not_fp8)
-        slow = filter(None, (operation.advice for operation in self.operations))
+        names = lambda operation: f" ({', '.join(operation.arguments)})" if operation.arguments else ""
+        slow = (f"{each.advice}{names(each)}" for each in self.operations if each.advice)
         lines += _counted("Matmuls of sizes that Tensor Cores run slowly:", slow)
         lines += _counted("Softmaxes between two matmuls:", map(str, self.attentions))
         unlisted = sorted({operation.name for operation in self.operations if operation.why == "no_list"})

@@ -252,7 +252,7 @@ def _operation(
         times=times,
         flops=_flops(equation) * times,
         in_half=in_half,
-        advice=advise_shapes(equation, arguments) if in_half and is_product else "",
+        advice=advise_shapes(equation) if in_half and is_product else "",
         in_fp8=bool(formats),
         not_fp8=decision.not_fp8,
         caller=here.caller,
