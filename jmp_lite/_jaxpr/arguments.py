@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._paths import argument_names, positional_names, shown
+from .._tree import without_nnx_variables
 from .bind import is_jaxpr_tracer
 from .read import Array, Jaxpr
 
@@ -106,9 +107,9 @@ def trace(
     closed = jax.make_jaxpr(functools.wraps(fun)(lambda *arrays: call.flat(*arrays)))(*call.arrays)
     names = [""] * len(call.leaves)
     if with_names:
-        names = argument_names(fun, args, kwargs)
-        if fun is not given:  # A path is a parameter of the split function, the path, and `value`.
-            names = [name.split("/", 1)[1].removesuffix("/value") for name in names]
+        names = argument_names(fun, *without_nnx_variables((args, kwargs)))
+        if fun is not given:  # A path is a parameter of the split function, and the path.
+            names = [name.split("/", 1)[1] for name in names]
 
     return Arguments(
         jaxpr=closed,

@@ -18,10 +18,10 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import Array, Jaxpr, bind, constants, dependence, without_constants
 from ..._jaxpr import trace as trace_call
-from ..._paths import argument_names, leaf_names, positional_names
+from ..._paths import argument_names, named_leaves, positional_names
 from ..._scaling.grad import value_and_grad
 from ..._scaling.loss_scale import StaticLossScale
-from ..._tree import has_dtype
+from ..._tree import has_dtype, without_nnx_variables
 from .describe import Description, Value
 from .sites import Path, Site, SiteKind
 from .tap import Operate, Probe, Tap
@@ -191,8 +191,8 @@ def _run(call: LossCall, recorded: _Recorded) -> Callable[..., Any]:
 
 
 def _floating(tree: Any) -> dict[str, Array]:
-    leaves = zip(leaf_names(tree), jax.tree.leaves(tree))
-    return {name.removesuffix("/value"): leaf for name, leaf in leaves if has_dtype(leaf, jnp.inexact)}
+    leaves = named_leaves(without_nnx_variables(tree))
+    return {name: leaf for name, leaf in leaves if has_dtype(leaf, jnp.inexact)}
 
 
 def state_of(trees: Trees, jaxpr: Jaxpr) -> dict[int, int]:

@@ -1,0 +1,23 @@
+"""The program of a loss function, and what its arguments and gradients are called."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jmp_lite.diagnostics._values.trace import LossCall, trace
+
+
+def test_a_leaf_that_a_user_calls_value_keeps_its_name():
+    params = {"attn": {"value": jnp.ones(2), "key": jnp.ones(2)}}
+    loss = lambda params: sum(map(jnp.sum, jax.tree.leaves(params)))
+    program = trace(LossCall(loss, 0, False, jax.value_and_grad), (params,), {})
+    assert program.gradients == ("attn/key", "attn/value")
+
+
+def test_it_keeps_its_name_beside_an_nnx_module_whose_variables_have_none():
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    loss = lambda layer, params: layer(params["attn"]["value"]).sum()
+    call = LossCall(loss, (0, 1), False, nnx.value_and_grad)
+    program = trace(call, (layer, {"attn": {"value": jnp.ones(2)}}), {})
+    assert set(program.names) >= {"layer/bias", "layer/kernel", "params/attn/value"}
+    assert program.gradients == ("0/bias", "0/kernel", "1/attn/value")
