@@ -148,13 +148,15 @@ def module_of(operation: str, depth: int) -> str:
     # XLA joins the names of fused operations by semicolons. JAX repeats the scope of an operation that
     # `jax.checkpoint` computes again, as in `decoder/decoder/checkpoint/head`.
     scope = re.sub(r"(?<![^/])((?:[^/]+/)+)\1checkpoint/", r"\1", plain_scope(operation.partition(";")[0]))
+    # A loop writes two names, and a branch is numbered. A scope of the user's may have the name of a part.
+    scope = re.sub(r"(?<![^/])(while/(?:body|cond)|cond(?=/branch_\d+_fun))/", "", scope)
     names = visible_scope(scope).split("/")
     scopes = [name for name in names[:-1] if name not in _CALLS]
     return "/".join(scopes[:depth]) or "(no scope)"
 
 
-# Names that calls and loops add to scopes.
-_CALLS = {"checkpoint", "remat", "shard_map", "while", "body", "cond", "closed_call", "eval_jaxpr"}
+# Names that calls add to scopes. A scope of the user's with one of these names looks the same, and is lost.
+_CALLS = {"checkpoint", "shard_map", "closed_call", "eval_jaxpr"}
 _CALLS |= {"custom_jvp_call", "custom_vjp_call", "pjit"}
 
 

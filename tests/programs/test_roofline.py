@@ -134,7 +134,21 @@ def test_modules_are_scopes_without_transforms():
     again = "transpose(jvp(a))/b/jvp(a)/b/checkpoint/rematted_computation/head/dot_general"
     assert module_of(again, 3) == "a/b/head"
     assert module_of("jvp(a)/while/body/eval_jaxpr/b/b/checkpoint/head/mul", 3) == "a/b/head"
+    assert module_of("jvp(a)/cond/branch_1_fun/head/mul", 3) == "a/branch_1_fun/head"
     assert module_of("", 2) == "(no scope)"
+
+
+@pytest.mark.parametrize("name", ["body", "cond", "while", "remat"])
+def test_a_scope_of_the_users_may_have_the_name_of_a_loop_or_of_its_parts(name):
+    def step(x, _):
+        with jax.named_scope(name), jax.named_scope("attn"):
+            return x @ x, None
+
+    loss = lambda x: jax.lax.scan(step, x, None, length=3)[0].sum()
+    compiled = jax.jit(jax.grad(loss)).lower(jnp.ones((8, 8))).compile()
+    operations = [launch.operation for launch in read_program(compiled).launches]
+    assert f"{name}/attn" in {module_of(operation, 2) for operation in operations}
+    assert "while" not in {module_of(operation, 1) for operation in operations} - {name}
 
 
 @pytest.mark.parametrize(
