@@ -17,7 +17,7 @@ def save_call(path: str | pathlib.Path, *args: Any) -> None:
     Every process of a run calls it, since an array over several processes is gathered. The first one writes.
 
     Args:
-        path: the file, an `.npz` of NumPy.
+        path: the file, in the format of NumPy's `.npz`.
         args: any pytrees. Their arrays and keys are saved, and nothing else.
 
     Examples:
@@ -32,7 +32,8 @@ def save_call(path: str | pathlib.Path, *args: Any) -> None:
         # of each dtype stands beside its bytes.
         held: dict[str, Any] = {name: array[..., None].view(np.uint8) for name, array in arrays.items()}
         held |= {f"{name}:dtype": np.array(array.dtype.name) for name, array in arrays.items()}
-        np.savez(path, **held)
+        with open(path, "wb") as file:  # `np.savez` would append `.npz` to a path.
+            np.savez(file, **held)
 
 
 def load_call(path: str | pathlib.Path, *like: Any) -> tuple[Any, ...]:

@@ -36,8 +36,9 @@ def test_every_array_comes_back_with_its_dtype_and_bits(tmp_path):
             assert (np.asarray(new) == np.asarray(old)).all()
 
 
-def test_the_first_call_is_kept(tmp_path):
-    path = tmp_path / "call.npz"
+@pytest.mark.parametrize("name", ["call.npz", "call"])
+def test_the_first_call_is_kept(tmp_path, name):
+    path = tmp_path / name
     jmp.save_call(path, jnp.float32(1))
     jmp.save_call(path, jnp.float32(2))
     assert float(jmp.load_call(path, jnp.float32(0))[0]) == 1
