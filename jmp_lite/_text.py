@@ -1,5 +1,6 @@
 """How reports are written: tables, powers of two, and notebooks."""
 
+import contextlib
 import dataclasses
 import html
 import math
@@ -98,6 +99,7 @@ def shortened(text: str) -> str:
     if "IPython" in sys.modules:
         # A cell is a file in a temporary folder, whose name means nothing to a reader.
         text = re.sub(r"(\S+?):(\d+)(?::\d+)?", _line_of_cell, text)
-    here = os.getcwd().rstrip(os.sep) + os.sep
-    text = re.sub(r"\S*/(?:site|dist)-packages/", "", text).replace(here, "")
+    text = re.sub(r"\S*/(?:site|dist)-packages/", "", text)
+    with contextlib.suppress(FileNotFoundError):  # The current directory was deleted.
+        text = text.replace(os.getcwd().rstrip(os.sep) + os.sep, "")
     return re.sub(r"[\w.]+\.<locals>\.", "", text)  # Functions inside functions.

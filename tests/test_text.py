@@ -8,7 +8,7 @@ import jax
 
 import jmp_lite as jmp
 from jmp_lite import diagnostics, programs
-from jmp_lite._text import Shown, aligned
+from jmp_lite._text import Shown, aligned, shortened
 
 REPORTS = [
     *(diagnostics.Diagnosis, diagnostics.NonfiniteReport, diagnostics.PrecisionReport),
@@ -24,6 +24,15 @@ def test_a_notebook_shows_a_report_as_print_does_in_a_font_of_equal_widths(monke
         shown = report.__new__(report)._repr_html_()
         assert shown == f'<pre style="{style}">{html.escape(text)}</pre>'
         assert "&lt;lambda&gt; &amp; more   1\nw" in shown
+
+
+def test_a_report_is_written_in_a_folder_that_was_deleted(tmp_path, monkeypatch):
+    folder = tmp_path / "deleted"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert shortened(f"{folder}/train.py:3 (loss)") == "train.py:3 (loss)"
+    folder.rmdir()
+    assert shortened(f"{folder}/train.py:3 (loss)") == f"{folder}/train.py:3 (loss)"
 
 
 def test_a_dataclass_with_slots_may_be_shown():
