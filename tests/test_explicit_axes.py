@@ -202,7 +202,7 @@ def test_an_inf_in_one_shard_skips_the_step_on_all_devices():
     after, state, _ = trained(jmp.with_loss_scale(adam()), params, x, loss, jit=True, steps=1)
     jax.tree.map(np.testing.assert_array_equal, after, params)
     assert float(jmp.get_metrics(state)["skipped_steps"]) == 1
-    with pytest.raises(FloatingPointError, match="The last 1 steps were skipped"):
+    with pytest.raises(FloatingPointError, match="The last step was skipped"):
         jmp.raise_if_stuck(state, max_consecutive_skips=1)
 
 

@@ -70,7 +70,7 @@ def raise_if_stuck(
         >>> jmp.raise_if_stuck(opt_state, max_consecutive_skips=1)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        FloatingPointError: The last 1 steps were skipped: inf or NaN in the gradients of ...
+        FloatingPointError: The last step was skipped: inf or NaN in the gradients of ...
     """
     for limit, value in (("max_consecutive_skips", max_consecutive_skips), ("max_skip_rate", max_skip_rate)):
         if not isinstance(value, (int, float, np.number)):
@@ -172,7 +172,7 @@ def _complaint(
     # At its minimum a scale falls no more, so that skipped steps have another cause than its size.
     low = at_minimum and in_a_row > 0 and steps >= max_consecutive_skips
     if in_a_row >= max_consecutive_skips:
-        said = f"The last {in_a_row} steps were skipped"
+        said = f"The last {in_a_row} steps were skipped" if in_a_row > 1 else "The last step was skipped"
     elif (low or skipped >= max_consecutive_skips) and skipped > max_skip_rate * steps:
         said = f"{skipped} of {steps} steps were skipped ({skipped / steps:.0%})"
     else:

@@ -266,7 +266,7 @@ def test_each_member_of_a_batched_state_is_judged():
     _, state = jax.vmap(tx.update)(params.at[1, 0].set(np.nan), jax.vmap(tx.init)(params), params)
     jmp.raise_if_stuck(state, 2)
     said = complaint(state, 1)
-    assert said.startswith("Member [1] of [2]: The last 1 steps were skipped: inf or NaN in the gradients of")
+    assert said.startswith("Member [1] of [2]: The last step was skipped: inf or NaN in the gradients of")
     assert "The loss scale is 16384." in said
     assert jmp.get_metrics(state)["skipped_steps"].tolist() == [0, 1]
 
