@@ -211,7 +211,7 @@ def fresh_import():
         "import sys, warnings; warnings.simplefilter('error'); import jmp_lite; "
         "scale = jmp_lite.DynamicLossScale(2.0**10, hysteresis=1), jmp_lite.StaticLossScale(2.0); "
         "tx = jmp_lite.with_loss_scale(__import__('optax').sgd(1.0)); "
-        "policy = jmp_lite.Policy('f32', 'bf16', 'f32'); "
+        "policy = jmp_lite.Policy('f32', 'bf16', 'f32', rules={'head': 'f32'}); repr(policy); "
         "from jax._src import xla_bridge; "
         "print(xla_bridge.backends_are_initialized(), *sorted(sys.modules))"
     )
