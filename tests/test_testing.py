@@ -360,6 +360,14 @@ def test_copies_on_the_devices_of_one_process_are_compared():
             assert_same_on_all_hosts({**same, "scale": replicated(one, other)})
 
 
+def test_copies_on_devices_that_are_not_of_the_default_backend_are_compared(monkeypatch):
+    # As with one GPU, beside which the array lies on two CPU devices.
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    assert_same_on_all_hosts({"w": replicated(jnp.ones(3), jnp.ones(3))})
+    with pytest.raises(AssertionError, match="1 of 1 leaves have copies that differ"):
+        assert_same_on_all_hosts({"w": replicated(jnp.ones(3), jnp.zeros(3))})
+
+
 def test_what_has_no_value_is_an_error():
     with pytest.raises(TypeError, match="call it on the host, outside jit"):
         jax.jit(assert_same_on_all_hosts)(jnp.ones(2))

@@ -35,18 +35,19 @@ def assert_same_on_all_hosts(tree: Any) -> None:
         >>> params = {"w": jnp.ones((4, 2))}
         >>> assert_same_on_all_hosts((params, tx.init(params)))
     """
-    # The names first: the checksums are gathered as one array, which must have the same shape on all
-    # processes (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/experimental/multihost_utils.py#L142).
+    # The names and the largest number of copies first: the checksums are gathered as one array, which must
+    # have the same shape on all processes
+    # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/experimental/multihost_utils.py#L142).
     leaves = named_leaves(tree)
+    copies = [_copies(name, leaf) for name, leaf in leaves]
     names = zlib.crc32("\n".join(name for name, _ in leaves).encode())
-    if len(set(_gathered(np.uint32(names)).tolist())) > 1:
+    all_names, most = _gathered(np.array([names, max(map(len, copies), default=0)], np.uint32)).T
+    if len(set(all_names.tolist())) > 1:
         raise failure("assert_same_on_all_hosts", "the trees of the processes have other leaves")
-    # For each copy a part and a checksum. 0 stands for no copy: an array may be on fewer devices than there
-    # are.
-    sums = np.zeros((len(leaves), jax.local_device_count(), 2), np.uint32)
-    for row, (name, leaf) in zip(sums, leaves, strict=True):
-        for place, copy in zip(row, _copies(name, leaf)):
-            place[:] = copy
+    # For each copy a part and a checksum. 0 stands for no copy: arrays may be on different numbers of devices.
+    sums = np.zeros((len(leaves), most.max(), 2), np.uint32)
+    for row, of_leaf in zip(sums, copies, strict=True):
+        row[: len(of_leaf)] = np.array(of_leaf, np.uint32).reshape(-1, 2)
     differ = {
         name: where
         for (name, _), all_copies in zip(leaves, np.moveaxis(_gathered(sums), 0, 1))
@@ -78,8 +79,7 @@ def _processes_that_differ(all_copies: np.ndarray) -> list[int]:
 
 def _gathered(values: Any) -> np.ndarray:
     """Returns the values of all processes, one below the other."""
-    values = np.asarray(values)
-    return np.asarray(multihost_utils.process_allgather(values)).reshape(jax.process_count(), *values.shape)
+    return np.asarray(multihost_utils.process_allgather(values))
 
 
 def _copies(name: str, leaf: Any) -> list[tuple[int, int]]:
