@@ -42,10 +42,7 @@ _NAMES = {
     np.dtype(jnp.float64): ("f64", "float64"),
 }
 HALF_DTYPES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
-FLOAT8_DTYPES = tuple(
-    np.dtype(getattr(jnp, f"float8_{name}"))
-    for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz")
-)
+FLOAT8_DTYPES = tuple(np.dtype(getattr(jnp, name)) for name in dir(jnp) if name.startswith("float8_"))
 FLOAT8_ADVICE = "For large products in fp8 use jmp.autocast(loss_fn, 'float8')."
 """The advice of an error about fp8: autocast runs fp8, a policy does not."""
 _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}

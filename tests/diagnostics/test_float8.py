@@ -9,6 +9,7 @@ from jax import lax
 import jmp_lite as jmp
 from jmp_lite._float8.quantize import BACKWARD, FORWARD, quantize
 from jmp_lite.diagnostics import compare_precision, doctor, find_nonfinite, profile_ranges
+from jmp_lite.diagnostics._values.reference import has_value
 
 pytestmark = pytest.mark.filterwarnings("ignore:autocast.*'float8'")
 
@@ -31,6 +32,12 @@ float8 = lambda fun, **rules: jmp.autocast(fun, "float8", rules={**rules, "**": 
 
 def flushed(x, dtype):
     return int(np.sum((np.asarray(quantize(x, dtype).array, np.float32) == 0) & (np.asarray(x) != 0)))
+
+
+@pytest.mark.parametrize("name", ["e3m4", "e4m3", "e4m3fn", "e5m2", "e8m0fnu"])
+def test_a_value_in_any_fp8_that_a_policy_takes_is_narrow(name):
+    dtype = jmp.Policy("f32", f"float8_{name}", "f32").compute_dtype
+    assert has_value(jax.make_jaxpr(lambda x: x.astype(dtype))(jnp.ones(2)))
 
 
 # profile_ranges
