@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._tree import STATIC, nodes_of, register_state, without_nnx_variables
+from .._tree import STATIC, nodes_of, register_state, replace_leaves, without_nnx_variables
 from . import serialization
 from .loss_scale import LossScale
 
@@ -170,8 +170,8 @@ def _read_counts(counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def find_state(opt_state: Any, name: str | None = None) -> SkipNonfiniteState:
     """Returns the one state in `opt_state`, or the one called `name`, whose own leaves are arrays."""
     state = _choose(nodes_of(opt_state, SkipNonfiniteState), name, "skip_nonfinite or with_loss_scale")
-    arrays = without_nnx_variables(dataclasses.replace(state, inner_state=None))
-    return dataclasses.replace(arrays, inner_state=state.inner_state)
+    arrays = without_nnx_variables(replace_leaves(state, inner_state=None))
+    return replace_leaves(arrays, inner_state=state.inner_state)
 
 
 def _choose(states: list[SkipNonfiniteState], name: str | None, wrapper: str) -> SkipNonfiniteState:
