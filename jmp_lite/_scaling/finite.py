@@ -99,4 +99,4 @@ def all_finite(tree: Any, axis_name: Any = None) -> jax.Array:
 
 def agree(flags: jax.Array, axis_name: Any) -> jax.Array:
     """Returns, for each of the boolean `flags`, whether it is true everywhere along the named axes."""
-    return lax.pmin(flags.astype(jnp.int32), axis_name).astype(jnp.bool_)
+    return lax.pmin(flags, axis_name)  # XLA gives NCCL booleans as bytes.
