@@ -182,7 +182,7 @@ class Policy(Shown):
         return "\n".join(aligned([*rows, *((rule.pattern, str(rule.policy)) for rule in self.rules)], left=2))
 
     def __repr__(self) -> str:
-        # The string of O2 has 240 characters. The patterns first: the half dtype of O2 is that of the backend,
+        # The string of O2 has 240 characters. The patterns come first: O2 has the half dtype of the backend,
         # which must not start before `jax.distributed.initialize`.
         has_patterns = tuple(rule.pattern for rule in self.rules) == _NORMALIZATION
         is_o2 = has_patterns and self == get_policy("O2")

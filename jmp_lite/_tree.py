@@ -32,6 +32,11 @@ def is_floating(value: Any) -> bool:
     return has_floats or isinstance(value, (float, complex))
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether `leaf` is an array of PRNG keys, which have a dtype of their own."""
+    return has_dtype(leaf, jax.dtypes.prng_key)
+
+
 def is_traced(leaf: Any) -> bool:
     """Whether `leaf` is an array that has no value yet: only an array with a value is on devices."""
     try:

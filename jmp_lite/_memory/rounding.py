@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import DTypeLike, parse_dtype
-from .._tree import has_dtype
+from .._tree import has_dtype, is_key
 
 _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _EXPONENT = np.uint32(0x7F800000)  # Of a float32: 8 bits above the 23 bits of the mantissa.
@@ -153,10 +153,9 @@ def first_key(made_by: str, key: Any) -> RoundingKey:
 
 
 def rounding_key(made_by: str, key: Any) -> RoundingKey:
-    dtype = getattr(key, "dtype", None)
-    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ()
     # `jax.random.PRNGKey` has two words of uint32, and four if the generator is `rbg`.
-    if not (is_key or (dtype == np.uint32 and key.shape in ((2,), (4,)))):
+    shapes = [()] if is_key(key) else [(2,), (4,)] if has_dtype(key, jnp.uint32) else []
+    if getattr(key, "shape", None) not in shapes:
         raise TypeError(f"{made_by}: key is one PRNG key, such as jax.random.key(0). Got {key!r:.200}.")
     word, step = jax.random.bits(key, (2,), jnp.uint32)
     return RoundingKey(word, step)

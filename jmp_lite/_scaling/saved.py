@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from .._paths import named_leaves
+from .._tree import is_key
 
 
 def save_call(path: str | pathlib.Path, *args: Any) -> None:
@@ -60,8 +61,8 @@ def load_call(path: str | pathlib.Path, *like: Any) -> tuple[Any, ...]:
                     raise ValueError(f"load_call: {path} has no array {name!r}. Give like= as it was saved.")
                 # The bytes are the last axis, so that an array of shape `()` can be viewed too.
                 array = jnp.asarray(file[name].view(jnp.dtype(str(file[f"{name}:dtype"])))[..., 0])
-                is_key = _is_key(leaf)
-                leaf = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key else array
+                impl = jax.random.key_impl(leaf) if is_key(leaf) else None
+                leaf = array if impl is None else jax.random.wrap_key_data(array, impl=impl)
             leaves.append(leaf)
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -70,11 +71,7 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray))
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _as_array(leaf: Any) -> np.ndarray:
-    array = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    array = jax.random.key_data(leaf) if is_key(leaf) else leaf
     is_split = isinstance(array, jax.Array) and not array.is_fully_addressable
     return np.asarray(process_allgather(array, tiled=True) if is_split else array)

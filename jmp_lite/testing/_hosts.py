@@ -4,12 +4,11 @@ import zlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from .._paths import named_leaves
-from .._tree import is_traced
+from .._tree import is_key, is_traced
 from ._products import failure
 
 
@@ -44,7 +43,7 @@ def assert_same_on_all_hosts(tree: Any) -> None:
     all_names, most = _gathered(np.array([names, max(map(len, copies), default=0)], np.uint32)).T
     if len(set(all_names.tolist())) > 1:
         raise failure("assert_same_on_all_hosts", "the trees of the processes have other leaves")
-    # For each copy a part and a checksum. 0 stands for no copy: arrays may be on different numbers of devices.
+    # For each copy a part and a checksum. 0 stands for no copy: another array may be on more devices.
     sums = np.zeros((len(leaves), most.max(), 2), np.uint32)
     for row, of_leaf in zip(sums, copies, strict=True):
         row[: len(of_leaf)] = np.array(of_leaf, np.uint32).reshape(-1, 2)
@@ -54,7 +53,7 @@ def assert_same_on_all_hosts(tree: Any) -> None:
         if (where := _processes_that_differ(all_copies))
     }
     if differ:
-        values = {name: leaf for name, leaf in leaves if np.ndim(leaf) == 0 and not _is_key(leaf)}
+        values = {name: leaf for name, leaf in leaves if np.ndim(leaf) == 0 and not is_key(leaf)}
         lines = [
             f"{name}: on the processes {where}{f'; here it is {values[name]}' if name in values else ''}"
             for name, where in differ.items()
@@ -87,7 +86,7 @@ def _copies(name: str, leaf: Any) -> list[tuple[int, int]]:
     if is_traced(leaf):
         raise TypeError("assert_same_on_all_hosts reads values: call it on the host, outside jit.")
     if isinstance(leaf, jax.Array):
-        if _is_key(leaf):
+        if is_key(leaf):
             leaf = jax.random.key_data(leaf)
         shards = [(str(shard.index), shard.data) for shard in leaf.addressable_shards]
     elif isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
@@ -102,7 +101,3 @@ def _copies(name: str, leaf: Any) -> list[tuple[int, int]]:
         # `| 1`: 0 is the number of no copy.
         copies.append((zlib.crc32(part.encode()) | 1, zlib.crc32(array.tobytes(), zlib.crc32(header))))
     return copies
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -17,7 +17,7 @@ from .._paths import as_patterns, matches, named_leaves, shown_difference
 from .._scaling.loss_scale import LossScale, is_loss_scale
 from .._scaling.state import SkipNonfiniteState
 from .._text import power
-from .._tree import is_floating, nodes_of
+from .._tree import is_floating, is_key, nodes_of
 from ._products import failure
 
 _failure = functools.partial(failure, "assert_skips_nonfinite")
@@ -154,5 +154,4 @@ def _scales(state: Any) -> list[LossScale]:
 
 def _bits(leaf: Any) -> bytes:
     # As bytes: NaN is not equal to itself, and -0.0 is equal to 0.0.
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes()
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf).tobytes()
