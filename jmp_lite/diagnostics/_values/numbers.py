@@ -144,6 +144,7 @@ class _Source:
         self.nodes: dict[tuple[int, int], list[ast.AST]] = {}  # The expressions that begin at a place.
         self._around: dict[ast.AST, list[ast.AST]] = {}  # The functions and classes, inner first.
         self._known: dict[ast.expr, list[Written]] = {}  # The numbers of the expressions so far.
+        self._open: set[ast.expr] = set()  # The names whose numbers are being looked for.
         self._visit(ast.parse(text), [])
 
     def _visit(self, node: ast.AST, around: list[ast.AST]) -> None:
@@ -179,7 +180,14 @@ class _Source:
             case ast.Call(func=func, args=[_, *_]) if self._is_conversion(func):
                 yield from self._converted(node)
             case ast.Name(id=name):
-                yield from self._of_name(name, self._around[node])
+                # Python's own limit of recursion is reached too late, after a thousand searches.
+                if node in self._open:
+                    raise RecursionError
+                self._open.add(node)
+                try:
+                    yield from self._of_name(name, self._around[node])
+                finally:
+                    self._open.remove(node)
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
                 yield from self._of_self(name, self._around[node])
             case ast.Attribute():
@@ -201,7 +209,7 @@ class _Source:
             if not isinstance(function, _FUNCTIONS):
                 continue
             # The innermost function that assigns the name, or has it as a parameter, decides.
-            if values := list(_assigned(function, ast.Name, name)):
+            if values := _assigned(function, ast.Name, name):
                 yield from (number for value in values for number in self._numbers(value))
                 return
             defaults = _defaults(function)
@@ -289,8 +297,10 @@ def _operands(node: ast.AST) -> list[ast.expr]:
     return []
 
 
-def _assigned(inside: ast.AST, kind: type, name: str) -> Iterator[ast.expr]:
-    """Yields the values that a function or class assigns to a name, or to an attribute of that name."""
+@functools.lru_cache(maxsize=256)  # A long function assigns some names again and again.
+def _assigned(inside: ast.AST, kind: type, name: str) -> tuple[ast.expr, ...]:
+    """Returns the values that a function or class assigns to a name, or to an attribute of that name."""
+    values = []
     for node in ast.walk(inside):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         value = getattr(node, "value", None)
@@ -298,7 +308,8 @@ def _assigned(inside: ast.AST, kind: type, name: str) -> Iterator[ast.expr]:
             isinstance(each, kind) and name in (getattr(each, "id", ""), getattr(each, "attr", ""))
         )
         if isinstance(value, ast.expr) and any(map(is_target, targets)):
-            yield value
+            values.append(value)
+    return tuple(values)
 
 
 def _defaults(function: Any) -> dict[str, ast.expr | None]:

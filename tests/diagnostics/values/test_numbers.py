@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmp_lite.diagnostics._values import numbers
 from jmp_lite.diagnostics._values.numbers import lost_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
@@ -106,3 +107,18 @@ def test_a_name_that_is_not_known_is_taken_for_a_small_number_where_it_is_added(
     assert sure(lambda x: added(x, 1e-10)) == [False]
     assert found(lambda x: (lambda eps: x * eps)(1e-10)) == []
     assert found(lambda x: sum([x, x])) == []  # The 0 with which Python's sum begins.
+
+
+def chained(x):
+    x = x * 0.9991
+    x = x * 0.9992 + 1e-8
+    x = x * 0.9993
+    return x * 0.9994
+
+
+def test_a_name_that_is_computed_from_itself_is_searched_for_a_few_times(monkeypatch):
+    """Each search walks over the function. Once they went on to the limit of recursion, for minutes."""
+    searches, assigned = [], numbers._assigned
+    monkeypatch.setattr(numbers, "_assigned", lambda *args: searches.append(args) or assigned(*args))
+    assert found(chained) == pytest.approx([1e-8, 0.9991, 0.9992, 0.9993, 0.9994])
+    assert len(searches) < 30
