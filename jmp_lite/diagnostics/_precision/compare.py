@@ -22,7 +22,7 @@ from .training import Training
 P = ParamSpec("P")
 M = TypeVar("M")
 _NUDGES = (0.0, 1e-3, -1e-3)  # The relative changes of the parameters at which casts by hand are measured.
-_NOISE = 0.01  # A gradient that the last digits of the parameters change by more is rounding error.
+_UNSTABLE = 0.01  # A gradient that the last digits of the parameters change by more is rounding error.
 
 FLOAT8_TOLERANCE = 0.25
 """The tolerance for the gradients in fp8, twice the `eps` of e4m3. A healthy transformer block has 0.12."""
@@ -182,7 +182,7 @@ class Runs:
         # 1e-5 at most.
         near = self.program(None, 1.0, nudge=2.0**-23)
         rows = rows_of({group: group.norms(near, self._full) for group in self._groups})
-        return {number for number, row in rows.items() if error_of(*row)[0] > _NOISE}
+        return {number for number, row in rows.items() if error_of(*row)[0] > _UNSTABLE}
 
     def _nonfinite(self, results: Sequence[Array], first: int, names: Sequence[str]) -> list[str]:
         named = zip(names, results[first:])

@@ -8,7 +8,7 @@ from ..._dtypes import DTypeName
 from ..._float8.action import FLOAT8
 from ..._text import Shown, aligned, dynamic_scale, power, shortened, wrapped
 
-_NOISE = 1e-5  # What a different order of float32 sums may change.
+_ORDER_OF_SUMS = 1e-5  # What a different order of float32 sums may change.
 LEAF = 0.5
 """The error of a single gradient, over its own norm, from which it is wrong, however small its share is."""
 HARM = 0.1
@@ -224,7 +224,7 @@ class PrecisionReport(Shown):
         lines = [*summary, "", *aligned(self.rows())]
         if self.dtype == FLOAT8:
             lines += ["", *wrapped(f"With all modules in bfloat16 the error is {self.rest}.")]
-        elif max(self.rest.gradients, self.rest.loss) > _NOISE:
+        elif max(self.rest.gradients, self.rest.loss) > _ORDER_OF_SUMS:
             text = f"With all modules in float32 this is left, which no rule selects: {self.rest}."
             lines += ["", *wrapped(text)]
         return "\n".join([*lines, "", *advice])
