@@ -63,11 +63,6 @@ def half_dtype() -> Any:
     return jnp.bfloat16 if on_tpu else jnp.float16
 
 
-def scalar_type(dtype: np.dtype) -> Any:
-    """Returns the type that `jax.numpy` has for `dtype`, so that `policy.compute_dtype is jnp.float16`."""
-    return getattr(jnp, dtype.name)
-
-
 def parse_dtype(spec: DTypeLike | str) -> np.dtype:
     """Returns the floating dtype of a dtype, a scalar type or a name; other input raises an error."""
     if isinstance(spec, str):

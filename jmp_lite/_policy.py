@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._dtypes import DTypeLike, dtype_name, parse_dtype, scalar_type
+from ._dtypes import DTypeLike, dtype_name, parse_dtype
 from ._paths import leaf_names, matches, nearest_paths, path_name
 from ._text import Shown, aligned
 from ._tree import cast_floating, cast_leaf
@@ -93,8 +93,8 @@ class Policy(Shown):
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
-            # The dataclass is frozen.
-            object.__setattr__(self, field, scalar_type(parse_dtype(getattr(self, field))))
+            # The type that `jax.numpy` has for the dtype. The dataclass is frozen.
+            object.__setattr__(self, field, getattr(jnp, parse_dtype(getattr(self, field)).name))
         object.__setattr__(self, "rules", tuple(map(_as_rule, rule_pairs(self.rules))))
 
     def cast_to_param(self, x: T) -> T:

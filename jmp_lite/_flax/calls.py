@@ -75,7 +75,10 @@ def run_call(
     else:
         output = run()
     if bias is not None:
-        output = _add_bias(output, bias)
+        # The bias is cast after it was broadcast, so that its gradient is summed in float32. The layers of
+        # Flax cast first (https://github.com/google/flax/blob/v0.12.8/flax/linen/linear.py#L275): on a CPU,
+        # XLA then adds 40,960 ones in float16 to 4,096.
+        output = output + jnp.broadcast_to(bias, output.shape).astype(output.dtype)
     if is_cell:
         output = _cast_cell_output(output, args[0] if args else kwargs["carry"], compute_dtype)
     if precision.returns_float32 and takes_dtype(library, module):
@@ -143,13 +146,6 @@ def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype, keeps_rows:
     wide = np.dtype(np.float32) if dtype.itemsize < 4 else dtype
     rows = read(wide)
     return rows if keeps_rows or dtype == wide else reuse_cast(rows, read(dtype))
-
-
-def _add_bias(output: jax.Array, bias: jax.Array) -> jax.Array:
-    # The bias is cast after it was broadcast, so that its gradient is summed in float32. The layers of Flax
-    # cast first (https://github.com/google/flax/blob/v0.12.8/flax/linen/linear.py#L275): on a CPU, XLA then
-    # adds 40,960 ones in float16 to 4,096.
-    return output + jnp.broadcast_to(bias, output.shape).astype(output.dtype)
 
 
 def _strengthen_carry(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

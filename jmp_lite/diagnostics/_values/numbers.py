@@ -83,17 +83,14 @@ def _in_the_source(key: Key, equation: Equation, given: Mapping[str, float]) -> 
         return _nearest(_at(position, same), value)
     # The only guess: what is added, has no known value and is 0 in half, is an epsilon.
     is_epsilon = value == 0 and dtype in NARROW and equation.primitive.name == "add"
-    return _EPSILON if is_epsilon and _has_unknown_name(operands) else None
+    has_unknown_name = any(_is_name(node) and not known for node, _, known in operands)
+    return _EPSILON if is_epsilon and has_unknown_name else None
 
 
 def _at(position: int, numbers: Sequence[tuple[int, Written]]) -> list[Written]:
     """Returns the numbers at a position; if there are none, those at all positions."""
     # The arguments of a function need not be in the order of the operands of its primitive.
     return [each for place, each in numbers if place == position] or [each for _, each in numbers]
-
-
-def _has_unknown_name(operands: Sequence[tuple[ast.expr, int, list[Written]]]) -> bool:
-    return any(_is_name(node) and not known for node, _, known in operands)
 
 
 def _given(node: ast.expr, given: Mapping[str, float]) -> list[Written]:
