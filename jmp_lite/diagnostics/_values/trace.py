@@ -129,7 +129,8 @@ def trace(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss
     fixed = constants(traced.jaxpr)
     names = (*("" for _ in fixed), *traced.names)
     numbers = {name: number for number, name in enumerate(names) if name}
-    given = [numbers.get(name) for name in argument_names(call.fun, args, kwargs)]
+    paths = argument_names(call.fun, *without_nnx_variables((args, kwargs)))
+    given = [numbers.get(path) for path in paths]
     return LossProgram(
         jaxpr=without_constants(traced.jaxpr),
         arrays=(*fixed, *traced.arrays),

@@ -21,3 +21,10 @@ def test_it_keeps_its_name_beside_an_nnx_module_whose_variables_have_none():
     program = trace(call, (layer, {"attn": {"value": jnp.ones(2)}}), {})
     assert set(program.names) >= {"layer/bias", "layer/kernel", "params/attn/value"}
     assert program.gradients == ("0/bias", "0/kernel", "1/attn/value")
+
+
+def test_the_new_values_of_nnx_variables_are_the_state_of_a_step():
+    state = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    step = lambda state, x: jax.tree.map(lambda leaf: leaf - x.mean(), state)
+    program = trace(LossCall(step, 0, False, None), (state, jnp.ones(2)), {})
+    assert program.named_outputs == ("state/bias", "state/kernel")
