@@ -156,9 +156,9 @@ def _wide_product(equation: Equation, halves: Sequence[Array], dtype: Any, param
         return bind(equation, halves, **params)[0]
     # JAX gives the cotangent first, and transposes the gradient of a right operand
     # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/lax.py#L5852). XLA's CPU backend cannot
-    # run such a product of bfloat16 operands with a float32 result, if it sums over several axes: "Unsupported
-    # element type for DotThunk::Execute: BF16 x BF16 = F32". It can if the operands change places, since then
-    # the two transposes cancel.
+    # run such a product of bfloat16 operands with a float32 result, if it sums over several axes:
+    # "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32". It can if the operands change
+    # places, since then the two transposes cancel.
     (left_sums, right_sums), (left_batch, right_batch) = equation.params["dimension_numbers"]
     params["dimension_numbers"] = (right_sums, left_sums), (right_batch, left_batch)
     (result,) = bind(equation, halves[::-1], **params)
