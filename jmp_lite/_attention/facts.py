@@ -76,8 +76,7 @@ class Facts:
             yield Facts(inner.jaxpr, lambda var, outer=outer: self._of_operand(var, *outer[var])), inner
 
     def _of_operand(self, var: Var, operand: Var, role: Role) -> Fact:
-        # A carry or a slice is another array in each iteration. Scores from outside are not looked for
-        # inside.
+        # A carry or a slice is another array in each iteration. Scores from outside are not followed.
         if role in (Role.ONCE, Role.CONSTANT) and var.aval.shape == operand.aval.shape:
             with contextlib.suppress(NotFused):
                 fact = self.of(operand)
@@ -106,7 +105,6 @@ class Facts:
 
     def _of_result(self, index: int) -> Fact:
         equation = self.equations[index]
-        # Each kind of operation in turn: what makes scores, what makes masks, and what leads on.
         name, var = equation.primitive.name, equation.outvars[0]
         shape: Any = getattr(var.aval, "shape", ())
         if name == "dot_general" and not self._is_called:
@@ -186,8 +184,7 @@ def _of_pointwise(equation: Equation, operands: Sequence[Fact]) -> Fact:
 
 def _base(equation: Equation, bases: Sequence[Any]) -> Any:
     """Returns the base of the result of an operation, or None."""
-    # NumPy broadcasts, so a base has size 1 where it does not vary, and a causal mask the size of one
-    # example.
+    # NumPy broadcasts axes of size 1, so a causal mask is computed once for all examples and heads.
     known = [each for each in bases if each is not None]
     shape = np.broadcast_shapes(*(each.shape for each in known))
     if len(known) < len(bases) or math.prod(shape) > _LARGEST:

@@ -236,8 +236,7 @@ def _axes(first: Equation, product: Equation, side: int, weights: Labels, fact: 
     sizes: dict[Any, int] = dict(enumerate(first.outvars[0].aval.shape))
     name = lambda axes: tuple(None if axis is None or sizes[axis] == 1 else axis for axis in axes)
     scores, weights = name(fact.axes), name(weights)
-    # The softmax is over the last axis of its input. The operand of the first product that has it is the
-    # keys.
+    # The softmax is over the last axis of its input. The keys are the operand that has this axis.
     keys = scores[-1]
     both = labels_of_operands(first, name(sizes), FEATURES)
     key = 1 if keys in both[1] else 0

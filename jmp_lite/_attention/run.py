@@ -102,8 +102,7 @@ def _fused(attention: Attention, half: np.dtype, kind: Implementation, *operands
             options["bias"] = jnp.maximum(bias, float(jnp.finfo(half).min)).astype(half)
         # cuDNN adds masks to scores
         # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/cudnn/fused_attention_stablehlo.py#L1826).
-        # Where numbers replace all scores of a query in the program, a query of zeros has its weights and
-        # gradients.
+        # Where numbers replace all scores of a query in the program, a query of zeros has its weights.
         if attention.may_be_empty:
             q = jnp.where(is_kept.any(-1).swapaxes(1, 2)[..., None], q, jnp.zeros((), half))
     out = jax.nn.dot_product_attention(q, k, v, scale=attention.scale, implementation=kind, **options)
@@ -119,8 +118,7 @@ def _bias(attention: Attention, known: Mapping[Var, Array]) -> tuple[Array, Arra
     """Returns what the program computes from scores of zero, and which scores it does not replace."""
     scores = attention.equations[0].outvars[0]
     last = lambda x: _evaluate(attention.to_softmax, {**known, scores: x})
-    # Inside of a `shard_map` they have to vary over the devices as queries and keys do, so they are made of
-    # them.
+    # Made of queries and keys: inside of a `shard_map` they have to vary over the devices as these do.
     zero = sum(jnp.zeros_like(known[var], shape=()) for var, _ in attention.operands[:2])
     zeros = jnp.broadcast_to(zero, scores.aval.shape)
     # The axes along which neither varies get size 1: XLA computes only what the slice takes.

@@ -102,8 +102,7 @@ def _why_not_by_size(equation: Equation, is_asked: bool) -> str:
 def warn_without_float8() -> None:
     device = jax.local_devices()[0]
     capability = str(getattr(device, "compute_capability", ""))
-    # fp8 came with the compute capability 8.9, of Ada. Another vendor's GPU gives none, or none that is a
-    # number.
+    # fp8 came with the compute capability 8.9, of Ada. That of another vendor's GPU may be no number.
     is_nvidia = device.platform in ("gpu", "cuda") and capability[:1].isdigit()
     if device.platform == "cpu" or (is_nvidia and float(capability) < 8.9):
         warnings.warn(

@@ -61,8 +61,7 @@ def quantize_result(fun: Callable[[Any], Array], arrays: Any, x: Array, dtype: n
     # XLA does not merge the reduction for the step with the cast that needs the step
     # (https://github.com/openxla/xla/issues/7432), so it would write `x` between them. Here it computes the
     # activation function, and the bias in front of it, once for each, and writes neither result. For a GELU
-    # this moves 36 % fewer bytes. Without the barrier XLA would merge the two computations, and write `x` in
-    # float32.
+    # this moves 36 % fewer bytes. Without the barrier, XLA would compute it once, and write it in float32.
     fixed = jax.tree.map(lax.stop_gradient, arrays)
     step, fixed = lax.optimization_barrier((step_of(fun(fixed), dtype), fixed))
     return _divided(fun(fixed), step, x, dtype)

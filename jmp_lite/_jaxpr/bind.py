@@ -162,8 +162,7 @@ def _widen_jvp(is_shared: bool, primals: tuple[Any, Any], tangents: tuple[Any, A
 
 def round_to(x: Array, half: Any) -> Array:
     """Returns a float32 array rounded to the digits of `half`."""
-    # Keep the 8 exponent bits of float32: with the 5 of float16, XLA would flush its subnormal numbers to
-    # zero.
+    # Keep the 8 exponent bits of float32: with fewer, XLA would flush subnormal numbers of float16 to zero.
     return lax.reduce_precision(x, 8, int(jnp.finfo(half).nmant))
 
 
@@ -208,8 +207,7 @@ def recomputed(fun: Callable[..., Array]) -> Callable[..., Array]:
     def run_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Any]:
         # The barrier on the values keeps XLA from merging what `jax.checkpoint` recomputes with the forward
         # pass (https://github.com/jax-ml/jax/issues/13999). That on the tangents, whose transpose is one on
-        # the cotangents (https://github.com/jax-ml/jax/pull/27174), keeps XLA from storing these in float32
-        # too.
+        # the cotangents (https://github.com/jax-ml/jax/pull/27174), keeps XLA from storing them in float32.
         bar_first = lambda arguments: (bar(arguments[0]), *arguments[1:])
         return fun(*primals), jax.jvp(fun, bar_first(primals), bar_first(tangents))[1]
 

@@ -65,8 +65,7 @@ def product_with_wide_gradients(
     # On many devices, each device sums the gradient of a weight over its own part of the batch, inside a
     # product. Then all devices sum their results. JAX's product of half operands gives half, so the second
     # sum would be one of half numbers (https://github.com/jax-ml/jax/issues/27496). Here the product takes
-    # half operands, which Tensor Cores run, and gives float32, as https://github.com/jax-ml/jax/issues/34330
-    # asks.
+    # half operands, which Tensor Cores run, and gives float32: https://github.com/jax-ml/jax/issues/34330.
     dtypes = [None if x is None else np.dtype(x.dtype) for x in wide]
 
     def forward(halves: tuple[Array, Array], wide: Any) -> tuple[Array, Any]:

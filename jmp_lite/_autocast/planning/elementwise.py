@@ -100,8 +100,7 @@ def in_half(op: Op, operands: Sequence[State]) -> tuple[Take, ...]:
     def take(var: Var, state: State) -> Take:
         if state.kind == Kind.OTHER:
             return Take.AS_IS
-        # The gradient of a broadcast operand is a sum: it is in float32 if the cast to half comes after the
-        # broadcast.
+        # The gradient of a broadcast operand is a sum, in float32 if the cast comes after the broadcast.
         if op.traits.broadcasts and var.aval.ndim > 0 and not state.constant:
             return Take.HALF if var.aval.shape == op.equation.outvars[0].aval.shape else Take.BROADCAST
         return Take.HALF

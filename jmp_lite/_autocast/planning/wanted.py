@@ -11,8 +11,7 @@ from .op import Op
 
 # The order is that of how much may be rounded. An operation that computes wants its operands at most as much
 # as its result is wanted (`min`); a move wants its operand as its result is wanted. Of several branches the
-# most careful one decides (`min`), and an operation with several results goes by the one that is wanted most
-# (`max`).
+# most careful one decides (`min`), of several results the one that is wanted most (`max`).
 class Wanted(enum.IntEnum):
     """How much the readers of a value want the value in half."""
 

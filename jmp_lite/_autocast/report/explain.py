@@ -155,7 +155,6 @@ class AutocastReport:
         return f"AutocastReport({self.summary()})"
 
     def __str__(self) -> str:
-        # The summary first, then the modules, then what a user may want to change.
         lines = [self.summary(), "", *self._table_of_modules()]
         if self.without_effect:
             lines += ["", *wrapped(f"Options without effect: {', '.join(self.without_effect)}")]

@@ -17,8 +17,7 @@ Operations = Sequence[AutocastOperation]
 Marks = Sequence[tuple[str, str]]
 """What a diagnosis says of lines: the place of each, as `file.py:12:4 (function)`, and a sentence."""
 _AROUND, _MOST = 2, 20  # Lines of source around a line with operations; rows of a table.
-# In one string, since the page is one file that loads nothing. Three classes carry the colours: half, f32,
-# fp8.
+# The page is one file that loads nothing. Three classes carry the colours: half, f32 and fp8.
 _STYLE = """:root{color-scheme:light dark;--bg:#fff;--fg:#1f2328;--soft:#59636e;--edge:#d8dee4;--half:#0f6b52;
 --f32:#954800;--fp8:#6d3391;--bad:#b3261e;--on-half:#dff3ec;--on-f32:#ffedd8;--on-fp8:#f0e4f9}
 body{margin:0;background:var(--bg);color:var(--fg);font:14px/1.5 system-ui,sans-serif;

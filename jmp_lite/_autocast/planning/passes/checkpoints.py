@@ -125,8 +125,7 @@ def _scales(op: Op) -> bool:
 def _results_of_call(decision: Decision, taken: list[_Part]) -> Sequence[_Part] | None:
     op, action = decision.op, decision.action
     (inner,), (plan,) = op.inner, decision.inner
-    # A call that nothing changes is a `Run` of the whole operation, and its jaxpr takes the operands as they
-    # are.
+    # A call in which nothing changes is a `Run`, whose jaxpr takes the operands as they are.
     enter = action.inner[0].enter if isinstance(action, Call) else (Take.AS_IS,) * len(inner.operands)
     entering = zip(open_jaxpr(inner.jaxpr).invars, inner.operands, enter)
     return _follow(plan, {var: taken[index] for var, index, take in entering if take is not Take.HALF})

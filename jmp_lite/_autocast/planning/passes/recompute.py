@@ -69,8 +69,7 @@ def _sums(plan: Plan, regions: Mapping[int, Region], inner: Set[int]) -> dict[Va
     """
     # The activation function computes them again, so that XLA never writes them: 0.5 % of the time of a
     # transformer block of width 4096. If others read a sum too, it would be kept beside the matmul's result.
-    # One of them may be an operation of the region, such as the `tanh` of `1 - tanh(x)**2` that a matmul
-    # reads.
+    # One of them may be an operation of the region: the `tanh` of `1 - tanh(x)**2`, if a matmul reads it.
     inside = {*inner, *regions}
     alone = {
         var
