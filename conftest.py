@@ -51,6 +51,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # JAX makes many objects that live long: at the usual threshold of 700 a tenth of the time goes to garbage.
 gc.set_threshold(50_000)
 
+# What reads jaxprs, or names JAX's own functions, types and modules: CI runs it on the oldest JAX too.
+_BY_VERSION = ("jaxpr", "autocast", "test_imports.py", "test_types.py", "test_jmp_compatibility.py")
+
 # The CPU seconds of the compilation in `_slowdown` on an idle core.
 _IDLE_COMPILATION = 0.05
 
@@ -93,13 +96,16 @@ def only_new_garbage() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest selects by marks.
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Marks the cases of a test that has the mark `cases(fast, slow)`.
+    """Marks the tests of `_BY_VERSION`, and the cases of a test that has the mark `cases(fast, slow)`.
 
     The first `fast` cases get no mark, 0 if it is not given. The next `slow` cases are slow, all if it is not
     given. All others are exhaustive.
     """
     seen: collections.Counter[tuple[Path, str]] = collections.Counter()
+    versioned = [Path(__file__).with_name("tests") / name for name in _BY_VERSION]
     for item in items:
+        if any(item.path.is_relative_to(path) for path in versioned):
+            item.add_marker("by_version")
         mark = item.get_closest_marker("cases")
         if mark is not None:
             test = (item.path, item.originalname)

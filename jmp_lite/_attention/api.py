@@ -73,7 +73,7 @@ def fuse_attention(
         raise ValueError(f"fuse_attention: dtype should be bfloat16, float16 or float32. Got {half.name}.")
     if implementation not in ("cudnn", "xla"):
         raise ValueError(f"fuse_attention: implementation is 'cudnn' or 'xla'. Got {implementation!r:.80}.")
-    if hasattr(fun, "_autocast"):
+    if hasattr(fun, "_autocast"):  # The mark of a function that autocast returned (`_autocast/api.py`).
         raise TypeError(
             "fuse_attention goes inside of autocast, which has changed the dtypes of this function already: "
             "jmp.autocast(jmp.fuse_attention(loss_fn, dtype), dtype)."
@@ -98,7 +98,7 @@ def _run(facts: Facts, values: Sequence[Array], half: np.dtype, kind: Implementa
     members = {member for each in fused.values() for member in each.members}
 
     def action(index: int, equation: Equation, read: Callable[[Var], Array]) -> Sequence[Any]:
-        if index in members:
+        if index in members:  # Only the attention reads them (`_check_readers`), and computes them itself.
             return [None] * len(equation.outvars)
         if index in fused:
             return [run_attention(fused[index], list(map(read, fused[index].inputs)), half, kind)]
@@ -115,5 +115,6 @@ def _run(facts: Facts, values: Sequence[Array], half: np.dtype, kind: Implementa
 def _body(
     facts: Facts, inner: Inner, operands: Sequence[Array], half: np.dtype, kind: Implementation
 ) -> Callable[..., Outputs]:
+    # The bodies of `CALLS` close over the constants of a loop.
     fixed = [*constants(facts.jaxpr), *(operands[index] for index in inner.operands[: inner.constants])]
     return lambda *arrays: (_run(facts, [*fixed, *arrays], half, kind), {})

@@ -1,8 +1,4 @@
-"""What is known of the variables of a jaxpr: each is `slope * scores`, plus a value without the scores.
-
-Between the product of queries and keys and the softmax, programs scale, mask and bias the scores in many
-ways. None of them is matched by its form: what a program computes from scores of zero is its mask or bias.
-"""
+"""What is known of the variables of a jaxpr: each is `slope * scores`, plus a value without the scores."""
 
 import contextlib
 import dataclasses
@@ -31,10 +27,12 @@ from .._jaxpr import (
     traits_of,
 )
 
+# A position with a score of this or less has no weight: `exp` of it is zero in float32, unless all scores of
+# a row are that low.
 MASKED = -1e4
-"""A position with a score of this or less has no weight."""
 
-_LARGEST = 2**26  # The size of the largest mask that is computed while tracing.
+_LARGEST = 2**26  # The size of the largest mask that is computed while tracing: 8192 queries and keys.
+# Operations that make masks, beside those that the table calls `pointwise`.
 _LOGICAL = {"and", "or", "not", "xor", "convert_element_type", "clamp"}
 
 
@@ -42,6 +40,8 @@ class NotFused(Exception):
     """Says why an attention stays as the program has it."""
 
 
+# Between the product of queries and keys and the softmax, programs scale, mask and bias the scores in many
+# ways. None of them is matched by its form: what a program computes from scores of zero is its mask or bias.
 @dataclasses.dataclass(frozen=True)
 class Fact:
     """What is known of a variable. Its base is its value at scores of zero."""
@@ -69,12 +69,14 @@ class Facts:
 
     def inside(self, equation: Equation) -> Iterator[tuple["Facts", Inner]]:
         """Yields the facts of each jaxpr that an equation runs. They know masks from outside of a loop."""
+        # `outer=outer`: the generator goes on to the next jaxpr before the fact of an input is asked for.
         for inner in inner_jaxprs(equation):
             operands = [equation.invars[index] for index in inner.operands]
             outer = dict(zip(open_jaxpr(inner.jaxpr).invars, zip(operands, inner.roles)))
             yield Facts(inner.jaxpr, lambda var, outer=outer: self._of_operand(var, *outer[var])), inner
 
     def _of_operand(self, var: Var, operand: Var, role: Role) -> Fact:
+        # A carry or a slice is another array in each iteration. Scores from outside are not followed.
         if role in (Role.ONCE, Role.CONSTANT) and var.aval.shape == operand.aval.shape:
             with contextlib.suppress(NotFused):
                 fact = self.of(operand)
@@ -96,7 +98,7 @@ class Facts:
         if var not in self._constants:
             return self._given(var)
         if math.prod(var.aval.shape) <= _LARGEST:
-            # A constant may be a tracer, or lie on the devices of other processes.
+            # A constant may be a tracer of an outer `jax.jit`, or lie on the devices of other processes.
             with contextlib.suppress(jax.errors.TracerArrayConversionError, RuntimeError):
                 return _known(np.asarray(self._constants[var]))
         return unknown(var)
@@ -106,6 +108,7 @@ class Facts:
         name, var = equation.primitive.name, equation.outvars[0]
         shape: Any = getattr(var.aval, "shape", ())
         if name == "dot_general" and not self._is_called:
+            # Any product may be that of queries and keys. It is the variable itself at the scores zero.
             zero, axes = np.zeros((1,) * len(shape), np.float32), tuple(range(len(shape)))
             return Fact((False,) * len(shape), zero, scores=var, slope=1.0, axes=axes)
         if name == "iota":
@@ -148,6 +151,7 @@ def _of_iota(equation: Equation) -> Fact:
 
 def _of_move(fact: Fact, moved: Labels, equation: Equation) -> Fact:
     name, out = equation.primitive.name, equation.outvars[0].aval
+    # Scores that are repeated, or that no gradient reaches, are not those of an attention.
     copies = any(axis is None and size != 1 for axis, size in zip(moved, out.shape))
     if fact.scores is not None and (copies or name == "stop_gradient"):
         raise NotFused(f"the scores pass through {name}")
@@ -162,6 +166,7 @@ def _of_move(fact: Fact, moved: Labels, equation: Equation) -> Fact:
 
 
 def _of_pointwise(equation: Equation, operands: Sequence[Fact]) -> Fact:
+    # A literal or scalar operand has no axes, and varies along none.
     axes = range(equation.outvars[0].aval.ndim)
     varies = tuple(any(each.varies[axis] for each in operands if each.varies) for axis in axes)
     base = _base(equation, [each.base for each in operands])
@@ -179,10 +184,12 @@ def _of_pointwise(equation: Equation, operands: Sequence[Fact]) -> Fact:
 
 def _base(equation: Equation, bases: Sequence[Any]) -> Any:
     """Returns the base of the result of an operation, or None."""
+    # NumPy broadcasts axes of size 1, so a causal mask is computed once for all examples and heads.
     known = [each for each in bases if each is not None]
     shape = np.broadcast_shapes(*(each.shape for each in known))
     if len(known) < len(bases) or math.prod(shape) > _LARGEST:
         return None
+    # Under `jax.jit` the operation would be traced otherwise.
     with jax.ensure_compile_time_eval():
         pairs = zip(known, equation.invars)
         typed = [jnp.asarray(np.broadcast_to(each, shape), var.aval.dtype) for each, var in pairs]
@@ -196,9 +203,11 @@ def _of_scores(equation: Equation, place: int, fact: Fact, others: Sequence[Fact
         return dataclasses.replace(fact, added=True)
     if name == "convert_element_type" and equation.outvars[0].aval.dtype == jnp.float32:
         return fact
+    # A factor behind a mask may bring the numbers of the mask back into the range of scores.
     if (name == "mul" or (name, place) == ("div", 0)) and not fact.replaced:
         factor = _number(others[0])
         return dataclasses.replace(fact, slope=fact.slope * factor if name == "mul" else fact.slope / factor)
+    # The predicate comes first; then the case for false and that for true.
     if name == "select_n" and place and len(others) == 2:
         _check_fills(others[1])
         return dataclasses.replace(fact, replaced=True)
@@ -206,6 +215,7 @@ def _of_scores(equation: Equation, place: int, fact: Fact, others: Sequence[Fact
 
 
 def _number(factor: Fact) -> float:
+    # A learned temperature is not a number: cuDNN takes the scale while it compiles.
     if factor.base is None or factor.base.size != 1:
         raise NotFused("the factor of the scores is not a number")
     return factor.base.item()

@@ -37,7 +37,8 @@ FEATURES = "features"
 class Attention:
     """A softmax between two products: an attention, or why it is none that can be fused."""
 
-    equations: tuple[Equation, ...]  # All of its operations. The last one is the second product.
+    # All of its operations. The first one is the product of queries and keys, the last one that with values.
+    equations: tuple[Equation, ...]
     side: int  # Which operand of the second product the weights are.
     members: frozenset[int] = frozenset()  # The indexes of the other operations.
     inputs: tuple[Var, ...] = ()  # The variables that its operations read and do not compute.
@@ -57,7 +58,7 @@ class Attention:
 def find_attentions(facts: Facts) -> dict[int, Attention]:
     """Returns the softmaxes between two products in a jaxpr, by the index of the second product."""
     outputs = (var for var in open_jaxpr(facts.jaxpr).outvars if not is_literal(var))
-    readers: dict[Var, set[int]] = {var: {-1} for var in outputs}
+    readers: dict[Var, set[int]] = {var: {-1} for var in outputs}  # -1 for the caller, who reads the outputs.
     for index, equation in enumerate(facts.equations):
         for var in equation.invars:
             if not is_literal(var):
@@ -65,6 +66,7 @@ def find_attentions(facts: Facts) -> dict[int, Attention]:
     found: dict[int, Attention] = {}
     for index, equation in enumerate(facts.equations):
         is_product = equation.primitive.name == "dot_general" and not is_transposed(equation)
+        # The weights may be either operand, as in an `einsum` that names them second.
         for side in (0, 1) if is_product else ():
             try:
                 attention = _find(index, side, facts, readers)
@@ -81,18 +83,21 @@ def may_hold_attention(equation: Equation) -> bool:
         return False
     if any(name in scope_of(equation) for name in (FULL_PRECISION_SCOPE, FUSED_SCOPE)):
         return False
+    # The operations of a softmax: without one of them, the facts of the jaxprs need not be asked.
     inside = (each for inner in inner_jaxprs(equation) for each in all_equations(inner.jaxpr))
     return {"dot_general", "exp", "div"} <= {each.primitive.name for each in inside}
 
 
 def _find(index: int, side: int, facts: Facts, readers: Mapping[Var, set[int]]) -> Attention | None:
     """Returns the attention whose second product has the weights as its operand `side`."""
+    # Backwards: from the second product through moves to a division, the softmax, and its input.
     product = facts.equations[index]
     _, weight_axes, division = _back(facts, product.invars[side])
     if division is None:
         return None
     inputs = _input_of_softmax(facts, division)
     if inputs is None:
+        # Such as a dropout, which is a division and a selection.
         if _is_behind_softmax(facts, division, 3):
             name = division.params.get("name", division.primitive.name)
             raise NotFused(f"its weights pass through {name}")
@@ -101,6 +106,7 @@ def _find(index: int, side: int, facts: Facts, readers: Mapping[Var, set[int]]) 
         raise NotFused("inside full_precision")
     if is_of_gradient(product):
         raise NotFused(DIFFERENTIATED)
+    # Then forwards: what stands between the scores and the weights, and whether anything else reads it.
     fact = facts.of(inputs)
     if fact.scores is None:
         raise NotFused("no matmul gives its scores")
@@ -167,6 +173,7 @@ def _back(facts: Facts, var: Var, through_stops: bool = False) -> tuple[Var, Lab
 
     Returns what was moved, for each axis of `var` that of what was moved, and the equation that made it.
     """
+    # An axis of size 1 is none: moves drop and add such axes at will.
     shape = getattr(var.aval, "shape", ())
     axes: Labels = tuple(None if size == 1 else axis for axis, size in enumerate(shape))
     while not is_literal(var) and var in facts.made_by:
@@ -196,6 +203,7 @@ def _input_of_softmax(facts: Facts, division: Equation) -> Var | None:
 
 def _exponential(facts: Facts, division: Equation) -> Equation | None:
     """Returns the `exp` that a division divides by its sums over the last axis; None if it is none."""
+    # The exponentials themselves are summed and divided. The sums may be moved in between.
     if division.primitive.name != "div":
         return None
     exponentials, rows = division.invars
@@ -228,6 +236,7 @@ def _axes(first: Equation, product: Equation, side: int, weights: Labels, fact: 
     sizes: dict[Any, int] = dict(enumerate(first.outvars[0].aval.shape))
     name = lambda axes: tuple(None if axis is None or sizes[axis] == 1 else axis for axis in axes)
     scores, weights = name(fact.axes), name(weights)
+    # The softmax is over the last axis of its input. The keys are the operand that has this axis.
     keys = scores[-1]
     both = labels_of_operands(first, name(sizes), FEATURES)
     key = 1 if keys in both[1] else 0
@@ -257,6 +266,7 @@ def _axes(first: Equation, product: Equation, side: int, weights: Labels, fact: 
 
 def _groups(scores: Labels, of_queries: Labels, of_keys: Labels) -> tuple[Labels, ...]:
     """Returns the axes of the batch, key heads, groups of heads, queries and keys."""
+    # Axes of the queries alone are the groups of grouped-query attention, and the last of them the positions.
     keys = scores[-1]
     shared = [label for label in of_queries if label in of_keys and label not in (None, FEATURES)]
     rows = [label for label in scores if label in of_queries and label not in (None, *shared)]
@@ -278,6 +288,7 @@ def _check_values(of_keys: Labels, of_values: Labels, axes: Collection[Any]) -> 
 
 def _given_along(fact: Fact, scores: Labels, groups: Sequence[Labels]) -> frozenset[Any]:
     """Returns the axes of a mask or bias, which is given along a whole group of axes or not at all."""
+    # cuDNN takes a mask for all examples or for each, and for all heads or for each.
     varying = {label for label, varies in zip(scores, fact.varies) if varies}
     outer = (each for each in (groups[0], groups[1] + groups[2]) if not varying.isdisjoint(each))
     return frozenset(label for each in (*outer, *groups[3:]) for label in each)
@@ -285,6 +296,7 @@ def _given_along(fact: Fact, scores: Labels, groups: Sequence[Labels]) -> frozen
 
 def _labels_of_values(product: Equation, side: int, weights: Labels, keys: Any) -> tuple[Labels, Labels]:
     """Returns the labels of the result of the product of weights and values, and those of the values."""
+    # The operand that is not the weights: its axes that the product does not sum or share are the features.
     contracted, batches = product.params["dimension_numbers"]
     if [weights[axis] for axis in contracted[side]] != [keys]:
         raise NotFused("its second matmul sums over another axis than its softmax")
@@ -298,6 +310,7 @@ def _labels_of_values(product: Equation, side: int, weights: Labels, keys: Any) 
 
 def _kind(fact: Fact, positions: int) -> str:
     """Returns how an attention masks its scores."""
+    # Known only when the program runs, such as the mask of a padded batch.
     if fact.base is None:
         return "bias" if fact.added else "mask"
     if (fact.base == 0).all():
@@ -306,6 +319,7 @@ def _kind(fact: Fact, positions: int) -> str:
     is_mask = ((fact.base == 0) | (fact.base <= MASKED)).all() and (not fact.added or _has_keys(fact))
     if not is_mask or fact.base.size != positions:
         return "mask" if is_mask else "bias"
+    # cuDNN makes a causal mask itself.
     mask = np.squeeze(fact.base == 0)
     return "causal" if mask.ndim == 2 and np.array_equal(mask, np.tri(*mask.shape, dtype=bool)) else "mask"
 

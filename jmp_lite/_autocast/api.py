@@ -208,10 +208,11 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
         if plan.float8:
             warn_without_float8()
         option = _option_without_forward_mode(settings, plan)
+        # JAX takes the derivative while the plan runs, so its errors about derivatives come out here.
         try:
             with refusing_second_derivatives():
                 return traced.outputs(run(planner, plan, traced.arrays))
-        except TypeError as error:
+        except TypeError as error:  # JAX: "can't apply forward-mode differentiation (jvp) to a ..."
             if "forward-mode" not in str(error) or not option:
                 raise
             raise TypeError(
@@ -220,6 +221,7 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
                 "as in autocast(jax.jacfwd(fun), ...), or leave the option out there."
             ) from error
 
+    # With the function itself: `functools.wraps` copies attributes, so a wrapper has one of another function.
     autocast_fun._autocast = (autocast_fun, fun, settings)  # type: ignore[attr-defined]
     return autocast_fun
 
@@ -285,7 +287,9 @@ def prepare(
 
     For a report all arguments get names, and objects of `report_kinds` are traced beside arrays.
     """
+    # Names take time to make, so a call has them only where an option selects arguments.
     named = bool(report_kinds or rules.scopes or rules.float32_results) or rules.reduce_dtype is not None
+    # A precision in the jaxpr is then one for which the program asks (`_jaxpr/precision.py`).
     with only_own_precisions():
         traced = arguments.trace(fun, args, kwargs, named, report_kinds)
     return traced, *make_plan(traced, rules)
@@ -293,6 +297,7 @@ def prepare(
 
 def make_plan(traced: Arguments, rules: Rules) -> tuple[Planner, Plan]:
     planner = Planner(rules)
+    # The caller gets the dtypes of the program, so no output is wanted in half.
     states = [planner.argument(array, name) for array, name in zip(traced.arrays, traced.names)]
     return planner, planner.plan(traced.jaxpr, states, [Wanted.NO] * len(traced.jaxpr.jaxpr.outvars))
 
@@ -302,11 +307,11 @@ def run(
 ) -> list[Array]:
     """Runs a plan of `planner` on arrays; returns the outputs of its jaxpr in the dtypes of the program."""
     with jax.named_scope(AUTOCAST_SCOPE):
-        if not plan.changed:
+        if not plan.changed:  # Nothing to carry out: the program runs as it was traced.
             return jaxpr_as_fun(plan.jaxpr)(*arrays)
         interpreter = kind(planner, HANDLERS)
         try:
             values = interpreter.run(plan, list(map(Value, arrays)))
             return interpreter.take_all(values, [conversion(state, FLOAT32) for state in plan.results])
-        finally:
+        finally:  # JAX's caches keep the interpreter alive, see `Planner.forget`.
             interpreter.forget()

@@ -20,17 +20,13 @@ from .value import Value
 
 
 def _inline(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:
+    # These operations hold a jaxpr and nothing else, so it runs in their place.
     del equation
     return interpreter.run(action.inner[0].plan, [value.copy() for value in operands])
 
 
 def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:
-    """A carry keeps its dtype. Other values enter and leave in the dtype that they have, or in half.
-
-    Casts are made inside of a rematerialized function and recomputed, not saved. If the body of a
-    loop uses a constant in half, the constant is cast once, before the loop; its gradients are summed in
-    float32.
-    """
+    """Builds an operation again around its jaxprs, which take the operands, and then the paths of pairs."""
     arrays = [value.native for value in operands]
     paired = pairs_entering(action, operands)
     bodies = []
@@ -39,11 +35,14 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         for index, role, take in zip(inside.inner.operands, inside.inner.roles, inside.enter):
             value, array = operands[index], interpreter.take(operands[index], take)
             if role is Role.CONSTANT:
+                # Bodies close over it (`_jaxpr.calls`). If one uses it in half, it is cast once, before the
+                # loop, and its gradients of all iterations are summed in float32: its path is itself.
                 is_hoisted = take is Take.HOISTED
                 casts = interpreter.casts_for_loop(value, inside.plan) if is_hoisted else {}
                 fixed.append(Value(array, casts, value.number, array if is_hoisted else None))
             else:
                 arrays[index] = array
+        # Indexes of operands and results become those of the body's inputs and outputs.
         given = inside.inner.operands[len(fixed) :]
         pairs_out = tuple(inside.inner.results.index(index) for index in action.paired)
         bodies.append(
@@ -54,10 +53,11 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         # https://docs.jax.dev/en/latest/_autosummary/jax.checkpoint.html, as in flax.linen.remat_scan.
         bodies = [jax.checkpoint(bodies[0], policy=_saved_by_loop, prevent_cse=False)]
     arrays += [operands[index].to(jnp.float32) for index in paired]
-    if action.kept:
+    if action.kept:  # A `jax.checkpoint` that keeps operands in bfloat16 (`passes.checkpoints`).
         primal = interpreter.without_derivative(bodies[0])
         run = remat_from_half(equation, bodies[0], primal, action.kept, interpreter.half)
         return interpreter.with_paths(run(*arrays), action.paired)
+    # A path has the sharding and the specs of its half value.
     equation = with_repeated(equation, paired, action.paired)
     results, _ = CALLS[action.handler](equation, bodies, arrays)
     return interpreter.with_paths(results, action.paired)
@@ -66,22 +66,19 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
 def _linear_solve(
     interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
 ) -> list[Value]:
-    """Brings an overflow of the right side to the check.
-
-    An iterative solver stops at once at a right side with inf, and gives zeros: the overflow would be lost,
-    and no step skipped. Zero times inf is NaN.
-    """
+    """Brings an overflow of the right side to the finite check."""
+    # An iterative solver stops at once at a right side with inf, whose tolerance is inf too, and gives zeros:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/scipy/sparse/linalg.py#L114. The overflow would
+    # be lost, and no step skipped. Zero times inf is NaN.
     results = _call(interpreter, equation, action, operands)
     right = operands[-len(results) :]
     return [Value(x.native + 0 * b.native) for x, b in zip(results, right, strict=True)]
 
 
 def _saved_by_loop(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """Whether a loop keeps the results of an operation for its backward pass: a policy of `jax.checkpoint`.
-
-    A loop writes each value that it keeps to an array of all iterations, so XLA cannot compute it again from
-    lighter ones. The loop keeps half values, booleans and the results of sums and products.
-    """
+    """A policy of `jax.checkpoint`: whether a loop keeps an operation's results for its backward pass."""
+    # A loop writes each value that it keeps to an array of all iterations, so XLA cannot compute it again
+    # from lighter ones. The loop keeps half values, booleans and the results of sums and products.
     name, traits = primitive.name, traits_of(primitive.name)
     if name == "convert_element_type":
         return params["new_dtype"] != jnp.float32
@@ -117,7 +114,9 @@ def _custom_vjp(
 def _custom_vmap(
     interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
 ) -> list[Value]:
-    """Runs a function with a batching rule of the user's own. It has no reverse mode: it needs no pairs."""
+    """Runs a function with a batching rule of the user's own."""
+    # JAX gives it no reverse mode, so it needs no pairs:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/custom_batching.py#L77.
     fixed = [Value(value.native) for value in operands]
     rule, given = _traced_rule(interpreter, equation, dataclasses.replace(action, paired=()), fixed)
     fun = jax.custom_batching.custom_vmap(rule.primal)
@@ -128,12 +127,11 @@ def _custom_vmap(
 def _traced_rule(
     interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]
 ) -> tuple[TracedRule, list[Array]]:
-    """Returns the rules of an equation, and the arrays by which its function may be differentiated.
-
-    JAX keeps the function and so the rules, which therefore do not hold these arrays: they would leak.
-    """
+    """Returns the rules of an equation, and the arrays by which its function may be differentiated."""
+    # JAX keeps the function and so the rules, which therefore do not hold these arrays: they would leak.
     arrays = interpreter.take_all(operands, action.inner[0].enter)
-    # The custom rule returns no gradients for closed-over constants. JAX reports a program that asks for one.
+    # The custom rule returns no gradients for closed-over constants. JAX reports a program that asks for one
+    # (https://github.com/jax-ml/jax/pull/34216).
     count = equation.params.get("num_consts", 0)
     pairs = tuple(index for index in pairs_entering(action, operands) if index >= count)
     rule = TracedRule(

@@ -44,9 +44,11 @@ class Interpreter:
         self.half = planner.rules.dtype
         self.is_linear = self.is_primal = False
         self._handlers = handlers
+        # JAX remembers the trace and the derivative of a function by the function itself. So equal calls and
+        # equal regions, such as those of equal layers, get the same one.
         self._bodies: dict[Any, Body] = {}
         self._regions: dict[Any, Callable[..., Array]] = {}
-        self._counts: collections.Counter[Any] = collections.Counter()
+        self._counts: collections.Counter[Any] = collections.Counter()  # How often each `kind_of` occurs.
 
     def forget(self) -> None:
         """Drops what equal parts of the program share, and the plans. See `Planner.forget`."""
@@ -56,11 +58,9 @@ class Interpreter:
 
     @contextlib.contextmanager
     def in_linear_rule(self) -> Iterator[None]:
-        """Returns a context for the rule of a `custom_jvp`, in which float32 readers read the path itself.
-
-        JAX transposes what such a rule computes from tangents, and does not differentiate it. It could not
-        transpose `widen`, which has a custom derivative and no transpose.
-        """
+        """Returns a context for the rule of a `custom_jvp`, in which float32 readers read the path itself."""
+        # JAX transposes what such a rule computes from tangents, and does not differentiate it. It could not
+        # transpose `widen`, which has a custom derivative and no transpose.
         was_linear, self.is_linear = self.is_linear, True
         try:
             yield
@@ -68,11 +68,10 @@ class Interpreter:
             self.is_linear = was_linear
 
     def without_derivative(self, body: Body) -> Body:
-        """Returns a body of which no derivative is taken, so that its regions need no barriers.
+        """Returns a body of which no derivative is taken, so that its regions need no barriers."""
 
-        Within another `jax.checkpoint`, they would stand in the forward pass too, and change its roundings.
-        """
-
+        # Within another `jax.checkpoint`, they would stand in the forward pass too, and change its roundings:
+        # JAX itself leaves them out there (https://github.com/jax-ml/jax/pull/7100).
         def primal(*arrays: Array) -> Outputs:
             was_primal, self.is_primal = self.is_primal, True
             try:
@@ -96,6 +95,7 @@ class Interpreter:
 
         starts = plan.pairs.starts
 
+        # As soon as a value is made: a path that starts after a first reader would miss its cotangent.
         def start_paths(variables: Sequence[Var], values: Sequence[Value]) -> Sequence[Value]:
             for var, value in zip(variables, values):
                 if var in starts:
@@ -114,9 +114,11 @@ class Interpreter:
 
     def _run_equation(self, equation: Equation, action: Any, read: Callable[[Var], Value]) -> Sequence[Value]:
         if isinstance(action, Skip):
+            # Nothing reads the value of an operation that a region computes.
             return [Value(None) if action.operand is None else read(equation.invars[action.operand])]
         if isinstance(action, Recompute):
             return [run_region(action, read, self.half, self._regions, self.is_primal)]
+        # The program's scopes and source lines stay on what runs in its place, for profiles and for errors.
         operands = list(map(read, equation.invars))
         with context_of(equation):
             match action:
@@ -136,10 +138,8 @@ class Interpreter:
         raise AssertionError(f"unknown action {action}")
 
     def casts_for_loop(self, value: Value, plan: Plan) -> dict[Any, Any]:
-        """Returns the casts of a loop's constant that the body may read. They stand in front of the loop.
-
-        XLA drops those that the body does not read.
-        """
+        """Returns the casts of a loop's constant that the body may read. They stand in front of the loop."""
+        # XLA drops those that the body does not read.
         casts: dict[Any, Any] = {self.half: value.to(self.half)}
         if plan.float8 and value.native.ndim > 1:
             casts[FORWARD] = cast_to_float8(value, value.native, FORWARD)
@@ -171,27 +171,33 @@ class Interpreter:
     def _product(self, equation: Equation, action: Product, operands: list[Value]) -> Array:
         arrays = self._operands(equation, action, operands)
         product = _product(equation, action.params)
+        # The products of the derivatives. What the program asks of this one means nothing in half.
         half_product = _product(equation, {"preferred_element_type": self.half, "precision": None})
         is_wide = [dtype == jnp.float32 for dtype in action.gradients]
-        if any(is_wide):
+        if any(is_wide):  # The gradient of a weight in float32, by a `custom_vjp`.
             wide = [value.to(jnp.float32) if flag else None for value, flag in zip(operands, is_wide)]
             return product_with_wide_gradients(product, half_product, arrays, wide)
         halves = [value.to(self.half) for value in operands]
-        # XLA cannot write a float32 result of bfloat16 operands transposed on a CPU.
+        # XLA cannot write a float32 result of bfloat16 operands transposed on a CPU: "Unsupported element
+        # type for DotThunk::Execute: BF16 x BF16 = F32".
         barred = lambda *operands: lax.optimization_barrier(product(*operands))
         return product_with_half_gradients(barred, half_product, arrays, halves)
 
     def _move(self, equation: Equation, action: Move, operands: list[Value]) -> list[Value]:
-        """Moves a half value and its path. XLA drops the moves whose results nothing reads."""
+        """Moves a half value and its path."""
+        # XLA drops the moves whose results nothing reads.
         arrays = self.take_all(operands, action.operands)
         run = self._how_to_bind(equation, action)
         if action.both:
             (wide,) = run(equation, [operands[0].to(jnp.float32), *arrays[1:]])
             (half,) = run(equation, [operands[0].to(self.half), *arrays[1:]])
+            # Of a half value, the float32 result is the path: cotangents are summed there. Of a float32
+            # value, the half result is its cast, of which gradients come back to the float32 one.
             if action.operands[0] is Take.HALF:
                 return [Value(reuse(wide, half), path=wide)]
             return [Value(wide, {self.half: half})]
         results = list(map(Value, run(equation, arrays)))
+        # Without a path at an operand, the gradients of the readers meet at the result, and no further back.
         if action.paths and any(value.path is not None for value in operands):
             wides = [
                 value.to(jnp.float32) if take is Take.HALF else array
@@ -205,7 +211,7 @@ class Interpreter:
     def _attach_path(self, value: Value, path: Array) -> None:
         """Attaches a path: float32 readers of this half value send their gradients there."""
         value.path = path
-        if self.is_linear:
+        if self.is_linear:  # See `in_linear_rule`.
             value.casts[jnp.float32] = path
 
     # Values that enter and leave the jaxprs within an equation.
@@ -242,10 +248,12 @@ class Interpreter:
             pairs_in: the indexes of the other inputs that are pairs. Their paths follow the inputs.
             pairs_out: the indexes of the outputs that are pairs. Their paths follow the outputs.
         """
+        # A plan is compared by identity: the planner gives equal calls the same one.
         key = (inside.plan, inside.leave, pairs_in, pairs_out, self.is_linear, self.is_primal)
         if key in self._bodies and not constants:
             return self._bodies[key]
 
+        # The constants are copies: a cast made inside the body belongs to its trace, and would leak.
         def body(*arrays: Array) -> Outputs:
             given = self.with_paths(arrays, pairs_in)
             values = self.run(inside.plan, [*(value.copy() for value in constants), *given])
@@ -257,10 +265,8 @@ class Interpreter:
 
 
 def pairs_entering(action: Call, operands: Sequence[Value]) -> tuple[int, ...]:
-    """Returns the indexes of the half operands that enter a call as pairs: they have a path, and it is read.
-
-    Constants of loops are not among them: each has a path of its own.
-    """
+    """Returns the indexes of the half operands that enter a call as pairs: with a path, which is read."""
+    # Constants of loops are not among them: each has a path of its own.
     return tuple(
         index
         for index in sorted({index for inside in action.inner for index in inside.reads})
@@ -274,6 +280,7 @@ Handler = Callable[[Interpreter, Equation, Call, list[Value]], list[Value]]
 
 def _constant(array: Array, state: State) -> Value:
     """Returns a constant as a value; a number that is known while tracing is written into the program."""
+    # A `jax.Array` may be a tracer, whose number is not known.
     known = isinstance(array, (float, np.generic, np.ndarray))
     return Value(array, number=state.number if known else None)
 

@@ -46,6 +46,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fun)
     def full_precision_fun(*args: Any, **kwargs: Any) -> Any:
+        # A name in the name stack stays there through every transform: the backward pass is excluded too.
         with jax.named_scope(FULL_PRECISION_SCOPE):
             return fun(*args, **kwargs)
 
@@ -77,4 +78,6 @@ def keep_float32(x: T) -> T:
                 "float32 write autocast(fun, rules={'decoder/head': 'float32'}), to keep a function "
                 "full_precision(fun)."
             )
+    # An identity that JAX keeps in the jaxpr, as a primitive with a name. One of ours would leave no trace:
+    # https://docs.jax.dev/en/latest/_autosummary/jax.ad_checkpoint.checkpoint_name.html.
     return checkpoint_name(x, KEEP_FLOAT32_NAME)

@@ -6,11 +6,7 @@ The decision takes four walks over the equations of a jaxpr. Reading (`op`, `reg
 operation is, who reads its results, and which operations together are one activation function or softmax. The
 ruling, forwards (`ruling`), says what the user's options and the scopes ask of each operation. The demand,
 backwards (`demand`), says which values matmuls want in half and no operation reads in float32. Then `decide`,
-forwards, gives each operation its dtypes. Reading is done once for a jaxpr, the ruling and the demand once
-for each context, kinds of inputs and wanted outputs (`DemandWalk.analyse`), `decide` once for each context,
-states of the inputs and wanted outputs.
-
-`PASSES` improve the plan. None of them changes the dtype in which an operation of the plan multiplies.
+forwards, gives each operation its dtypes.
 """
 
 import dataclasses
@@ -40,6 +36,7 @@ from .planning.scopes import Scopes
 from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, Source, State, entering, fits, join, leaving
 from .planning.wanted import Wanted
 
+# None of them changes the dtype in which an operation of the plan multiplies.
 PASSES: tuple[Callable[[Plan, Rules], Plan], ...] = (recompute, pairs, checkpoints, precision)
 """The passes over each plan, in order."""
 
@@ -53,10 +50,9 @@ class Planner:
         self.forget()
 
     def forget(self) -> None:
-        """Drops the plans that were made, and with them the constants of the program.
-
-        JAX keeps the rules of custom derivatives, and so this planner, as long as its own caches.
-        """
+        """Drops the plans that were made, and with them the constants of the program."""
+        # JAX keeps the rules of custom derivatives, and so this planner, as long as its own caches. A user's
+        # arrays would stay with it.
         self._plans: dict[Any, Plan] = {}
         self._demand_walk = DemandWalk(self.rules, self.scopes)
 
@@ -64,11 +60,12 @@ class Planner:
         """Returns the state of the argument at `path`. A constant has an empty path."""
         if getattr(value, "dtype", None) != jnp.float32:
             return OTHER
-        if not path:
+        if not path:  # A constant, such as an array that the function closes over.
             return State(Kind.ARGUMENT if value.ndim else Kind.ADAPTS, source=Source())
         rule = self.scopes.rule_for(path)
         if rule is not None and rule[1] == "float32":
             return State(Kind.BY_RULE, source=Source(rule=rule))
+        # A scalar argument, such as a learned temperature, adapts as a number does.
         if not value.ndim:
             return State(Kind.ADAPTS, source=Source())
         is_wide = self.rules.reduce_dtype is not None
@@ -95,6 +92,9 @@ class Planner:
         wanted: Sequence[Wanted],
         context: Context = Context(),  # noqa: B008
     ) -> Plan:
+        # Reading is done once for a jaxpr, the ruling and the demand once for each context, kinds of inputs
+        # and wanted outputs (`DemandWalk.analyse`), and the decision once for each context, states of the
+        # inputs and wanted outputs. `DemandWalk` keeps the jaxprs alive whose ids are keys.
         states = (*map(self.constant, constants(jaxpr)), *inputs)
         key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), context)
         if key not in self._plans:
@@ -126,6 +126,7 @@ class Planner:
         results = _results_of_call(op, plans, wanted)
         has_half = any(state.is_half for state in (*operands, *results))
         changed = has_half or any(plan.changed for plan in plans) or _solves(op, analysis.context)
+        # A call in which nothing changes runs as it is, without a trace of its jaxprs.
         action: Run | Call = Run((Take.AS_IS,) * len(operands))
         if changed:
             inside = _inside(op, operands, plans, results)
@@ -149,34 +150,32 @@ class Planner:
 
 def _streams_in_float32(inner: Inner, plan: Plan) -> list[int]:
     """Returns the inputs that a scan carries in float32, and that its body makes in half by `half_sums`."""
+    # The carries are the first results of the body, and its inputs behind the constants.
     ends = enumerate(plan.results[: inner.carried], start=inner.constants)
     return [number for number, state in ends if state.half_sum and plan.inputs[number] == FLOAT32]
 
 
 def _solves(op: Op, context: Context) -> bool:
-    """Whether an operation is a linear solve of the program.
-
-    Its handler brings an overflow of the right side to the finite check, which the solver would hide. Another
-    autocast has done so for its own solvers.
-    """
+    """Whether an operation is a linear solve of the program."""
+    # Its handler brings an overflow of the right side to the finite check, which the solver would hide.
+    # Another autocast has done so for its own solvers.
     return op.name == "custom_linear_solve" and AUTOCAST_SCOPE not in context.scope_of(op)
 
 
 def _inside(
     op: Op, operands: Sequence[State], plans: Sequence[Plan], results: Sequence[State]
 ) -> tuple[Inside, ...]:
-    """Returns how a call runs its jaxprs.
+    """Returns how a call runs its jaxprs."""
 
-    If the body of a loop wants a constant in half, the loop gets the constant in both dtypes. So the constant
-    is cast once, outside the loop.
-    """
-
+    # If the body of a loop wants a constant in half, the loop gets the constant in both dtypes. So the
+    # constant is cast once, outside the loop.
     def enter(index: int, role: Role, state: State, is_wanted: bool) -> Take:
         # The gradients of all iterations are summed in float32, if the constant is in half outside too.
         is_cast = state.is_half or (is_wanted and state.kind not in (Kind.OTHER, Kind.LITERAL))
         return Take.HOISTED if role is Role.CONSTANT and is_cast else conversion(operands[index], state)
 
     def leave(state: State, index: int | None) -> Take:
+        # The predicate of a `while`, and what the matrices of a linear solve give, are no results (None).
         return conversion(state, FLOAT32 if index is None else results[index])
 
     return tuple(
@@ -203,11 +202,9 @@ def _results_of_call(op: Op, plans: Sequence[Plan], wanted: Sequence[Wanted]) ->
 
 
 def _handler(op: Op, operands: Sequence[State], plans: Sequence[Plan]) -> str:
-    """Returns the name of the handler of a call.
-
-    JAX transposes the products in the rule of a `custom_jvp` itself. Where they need a dtype of their own, or
-    the rule has no forward mode, autocast makes a backward rule of it.
-    """
+    """Returns the name of the handler of a call."""
+    # JAX transposes the products in the rule of a `custom_jvp` itself. Where they need a dtype of their own,
+    # or the rule has no forward mode, autocast makes a backward rule of it.
     if op.name != "custom_jvp_call":
         return op.name
     own_dtypes = any(state.wide_gradient for state in operands) or any(plan.float8 for plan in plans)
@@ -220,5 +217,6 @@ def _number(value: Array) -> float | None:
         return None
     try:
         return float(value)
+    # Under an outer `jax.jit`, a constant may be a tracer of that one.
     except jax.errors.ConcretizationTypeError:
         return None

@@ -1,7 +1,4 @@
-"""Runs a region, such as an activation function or a softmax, in float32 of half values.
-
-The backward pass computes it again, except for a softmax whose half weights determine its derivative.
-"""
+"""Runs a region, such as an activation function or a softmax, in float32 of half values."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -39,10 +36,10 @@ def run_region(
         action: the region.
         read: returns the value of a variable.
         half: the half dtype.
-        traced: the functions of the regions that the interpreter has run. It gets those of new ones. JAX
-            remembers the trace and the derivative of a jitted function, so equal layers share them.
+        traced: the functions of the regions that the interpreter has run. It gets those of new ones.
         is_primal: whether no derivative is taken, so that no barriers are needed.
     """
+    # JAX remembers the trace and the derivative of a jitted function, so equal layers share them.
     key = is_primal, _structure(action)
     if key not in traced:
         traced[key] = _function(action, half, is_primal)
@@ -51,6 +48,7 @@ def run_region(
         result = run(*arrays)
     if action.region.barrier is not Barrier.CHECKPOINT or len(action.region.sources) > 1:
         return Value(result)
+    # A cast to fp8 computes an activation function of one value again (`cast_to_float8`).
     again = functools.partial(_compute, action, half)
     return Value(result, computed=(lambda arrays: again(*arrays), arrays))
 
@@ -61,9 +59,11 @@ def _arrays(action: Recompute, read: Callable[[Var], Value], half: Any) -> _Arra
     for var in action.region.sources:
         if var in action.sums:
             equation, run = action.sums[var]
+            # Its bias has a path of its own (`_addend`).
             halves.append([_addend(read(x), take, half) for x, take in zip(equation.invars, run.operands)])
             paths.append(None)
         else:
+            # A source of a gate may be in float32: `_source` rounds its gradient.
             value = read(var)
             halves.append(value.native if value.native.dtype == jnp.float32 else value.to(half))
             paths.append(read(var).path)
@@ -74,15 +74,14 @@ def _arrays(action: Recompute, read: Callable[[Var], Value], half: Any) -> _Arra
 
 
 def _addend(value: Value, take: Take, half: Any) -> tuple[Array, Array | None]:
-    """Returns an operand of a sum in half, and a bias also in float32, for its gradient.
-
-    The bias is cast in front of the region. With a cast in each pass, XLA would run one kernel more.
-    """
+    """Returns an operand of a sum in half, and a bias also in float32, for its gradient."""
+    # The bias is cast in front of the region. With a cast in each pass, XLA would run one more kernel.
     return value.to(half), value.to(jnp.float32) if take is Take.BROADCAST else None
 
 
 def _function(action: Recompute, half: Any, is_primal: bool) -> Callable[..., Array]:
     """Returns a region as a function of its arrays that JAX computes again in the backward pass."""
+    # Where no derivative is taken, nothing is computed again.
     compute = functools.partial(_compute, action, half)
     if action.region.barrier is Barrier.CHECKPOINT:
         fun = compute if is_primal else jax.checkpoint(compute)
@@ -91,34 +90,36 @@ def _function(action: Recompute, half: Any, is_primal: bool) -> Callable[..., Ar
     else:
         is_barred = action.region.barrier is Barrier.SOURCES and not is_primal
         fun = jax.checkpoint(recomputed(compute) if is_barred else compute, prevent_cse=False)
+    # Inlined, so that the jaxpr is that of the operations themselves.
     return jax.jit(fun, inline=INLINE)
 
 
 def _from_weights(softmax: Callable[..., Array], logits: Callable[..., Array]) -> Callable[..., Array]:
-    """Returns a softmax with the derivative that its half weights alone determine: its scores are not kept.
-
-    The cotangent of the logits is w * (d - sum(w * d)). It is small where one weight is nearly 1, so w must
-    sum to 1 exactly, as the rounded weights do not: near 1 they would lose the digits in which they differ
-    from it. XLA also needs the division by the sum to compute the derivative in one kernel.
-    """
+    """Returns a softmax with the derivative that its half weights alone determine. It keeps no scores."""
 
     def tangent(weights: Array, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Array:
         # Without the first barrier, XLA would compute the weights again from the scores, and without the
         # second one it would store the cotangents of the scores in float32 too.
         wide = cast(lax.optimization_barrier(weights), jnp.float32)
         barred = jax.tree.map(lax.optimization_barrier, tangents[0])
+        # The tangents of the sources become those of the logits, through a scale or a mask between them.
         moved = jax.jvp(logits, primals, (barred, *tangents[1:]))[1]
+        # The cotangent of the logits is w * (d - sum(w * d)). It is small where one weight is nearly 1, so w
+        # must sum to 1 exactly, as the rounded weights do not: near 1 they would lose the digits in which
+        # they differ from it. XLA also needs the division by the sum to compute the derivative in one kernel.
         wide = wide / jnp.sum(wide, axis=-1, keepdims=True)
         weighted = wide * moved
         return cast(weighted - wide * jnp.sum(weighted, axis=-1, keepdims=True), weights.dtype)
 
     @jax.custom_jvp
     def run(*arrays: Any) -> Array:
-        # Without this `jax.checkpoint`, a loop would fill the masks of all scores in front of it.
+        # Without this `jax.checkpoint`, a loop would fill the masks of all scores in front of it: JAX moves
+        # residuals that no iteration changes out of a scan (https://github.com/jax-ml/jax/pull/1664).
         return jax.checkpoint(softmax, prevent_cse=False)(*arrays)
 
     @run.defjvp
     def run_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+        # `tangent` has the barriers that it needs.
         weights = run(*primals)
         return weights, jax.checkpoint(tangent, prevent_cse=False)(weights, primals, tangents)
 
@@ -145,7 +146,7 @@ def _evaluate(
         known[var] = _source(action, var, x, path, half)
     read = lambda var: var.val if is_literal(var) else known[var]
     for equation in action.equations:
-        if result in known:
+        if result in known:  # The logits are made before the last equation.
             break
         known.update(zip(equation.outvars, bind(equation, list(map(read, equation.invars))), strict=True))
     return known[result]
@@ -160,12 +161,14 @@ def _source(action: Recompute, var: Var, x: Any, path: Array | None, half: Any) 
         x = bar_cotangent(x)
     if path is not None:
         return widen(x, path)
+    # A float32 source of a gate behind a norm: XLA would store its gradient in float32.
     return cast(x, jnp.float32) if x.dtype == half else round_cotangent(x, half)
 
 
 def _sum(equation: Equation, addends: Sequence[tuple[Array, Array | None]], half: Any) -> Array:
     """Runs the sum of a matmul's result and a bias in half."""
     operands = [
+        # Not rounded again: nothing but this sum reads the bias here, and the sum rounds.
         x if wide is None else broadcast_to_half(widen(x, wide, is_shared=False), equation, half)
         for x, wide in addends
     ]
@@ -174,11 +177,13 @@ def _sum(equation: Equation, addends: Sequence[tuple[Array, Array | None]], half
 
 def broadcast_to_half(x: Array, equation: Equation, half: Any) -> Array:
     """Returns a float32 operand in the shape of the result, in half. Its gradient is summed in float32."""
+    # In the other order, the transpose of the broadcast would be a sum of half cotangents.
     return cast(jnp.broadcast_to(x, equation.outvars[0].aval.shape), half)
 
 
 def _structure(action: Recompute) -> tuple[Any, ...]:
     """Returns what equal regions have in common: their equations, with numbers for variables."""
+    # A variable's number is that of its first appearance, so layers that differ only in names are equal.
     numbers: dict[Var, int] = {}
 
     def number(variables: Iterable[Var]) -> tuple[Any, ...]:

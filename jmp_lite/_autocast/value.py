@@ -1,7 +1,4 @@
-"""A value of the program while the interpreter runs a plan.
-
-A value keeps the array that was computed and the casts that were made of it, so that it is cast once.
-"""
+"""A value of the program while the interpreter runs a plan: an array, with the casts that were made of it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +16,7 @@ class Value:
     """A value of the program, and the dtypes in which it has been made so far."""
 
     native: Array  # The array as it was computed.
-    # The casts of it that were made, by dtype. Those to fp8 are `Quantized`.
+    # The casts of it that were made, by dtype, so that it is cast once. Those to fp8 are `Quantized`.
     casts: dict[Any, Any] = dataclasses.field(default_factory=dict)
     number: float | None = None  # The value of a literal that is written into the program.
     # For a half value, the same value in float32, to which the gradients of its float32 readers go
@@ -31,11 +28,13 @@ class Value:
 
     def copy(self) -> "Value":
         """Returns a copy for another trace. Later casts of the copy are not shared with the original."""
+        # They would leak: https://docs.jax.dev/en/latest/errors.html#jax.errors.UnexpectedTracerError.
         return Value(self.native, dict(self.casts), self.number, self.path)
 
     def start_path(self) -> None:
         """Starts the float32 path of a half value, on which the gradients of its readers are summed."""
         if self.path is None:
+            # As in `widen`: the readers read the rounded value, and their gradients go to the path.
             self.path = cast(self.native, jnp.float32)
             self.casts[jnp.float32] = reuse(self.path, round_to(self.path, self.native.dtype))
 

@@ -17,17 +17,15 @@ from .quantize import BACKWARD, FORWARD, Quantized, quantize, quantize_result
 FLOAT8 = "float8"
 """The dtype of an autocast that runs large matmuls in fp8, as users name it. Arrays are e4m3 or e5m2."""
 
+# cuBLAS multiplies fp8 only if all sizes of a product are multiples of 16 (bytes):
+# https://github.com/NVIDIA/CUDALibrarySamples/issues/172.
 MULTIPLE = 16
-"""cuBLAS multiplies fp8 only if all sizes of a product are multiples of 16."""
 
+# The least `1 / (1/m + 1/k + 1/n)` of a product of m x k and k x n numbers that runs in fp8. The product
+# takes time in proportion to `m * k * n`. Its casts to fp8 take time in proportion to the numbers that are
+# read and written, `m * k + k * n + m * n`. So this quotient of the two says what a product gains. A trial
+# with programs that were compiled for an H100 put the point of no gain at 500 to 700: docs/fp8.md.
 SMALLEST_SIZE = 600
-"""The least `1 / (1/m + 1/k + 1/n)` of a product of m x k and k x n numbers that runs in fp8.
-
-The product takes time in proportion to `m * k * n`. Its casts to fp8 take time in proportion to the
-numbers that are read and written, `m * k + k * n + m * n`. So this quotient of the two says what a
-product gains. A trial with programs that were compiled for an H100 put the point of no gain at 500 to
-700: docs/fp8.md.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +44,7 @@ class Float8:
 
 def cast_to_float8(value: Any, array: Array, dtype: np.dtype) -> Quantized:
     """Returns `array`, a value in float32 or in half, in an fp8 dtype. The value keeps the first answer."""
+    # An activation that two matmuls read is cast once.
     if dtype not in value.casts:
         if value.computed is None:
             value.casts[dtype] = quantize(array, dtype)
@@ -60,7 +59,8 @@ def float8_action(
 ) -> Float8:
     """Returns the action of a product in fp8. Without dtypes of their own, all results are in bfloat16."""
     half = np.dtype(jnp.bfloat16)
-    # JAX's transpose of a product has the cotangent as its first operand.
+    # JAX's transpose of a product has the cotangent as its first operand:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/lax.py#L5849.
     formats = BACKWARD if backward else FORWARD, FORWARD
     # Weights are cast from float32. Activations go through bfloat16, which XLA writes once for all readers.
     sources = tuple(np.dtype(np.float32) if is_argument else half for is_argument in are_arguments)
@@ -90,7 +90,7 @@ def _why_not_by_size(equation: Equation, is_asked: bool) -> str:
     (sums, _), _ = equation.params["dimension_numbers"]
     left, right = equation.invars[0].aval.shape, equation.invars[1].aval.shape
     k = math.prod(left[axis] for axis in sums)
-    m, n = (math.prod(shape) // max(k, 1) for shape in (left, right))
+    m, n = (math.prod(shape) // max(k, 1) for shape in (left, right))  # There are no batch axes.
     text = f"{m} x {k} x {n}"
     if math.gcd(m, k, n) % MULTIPLE or not m * k * n:
         return f"a size of {text} is no multiple of {MULTIPLE}"
@@ -102,6 +102,7 @@ def _why_not_by_size(equation: Equation, is_asked: bool) -> str:
 def warn_without_float8() -> None:
     device = jax.local_devices()[0]
     capability = str(getattr(device, "compute_capability", ""))
+    # fp8 came with the compute capability 8.9, of Ada. That of another vendor's GPU may be no number.
     is_nvidia = device.platform in ("gpu", "cuda") and capability[:1].isdigit()
     if device.platform == "cpu" or (is_nvidia and float(capability) < 8.9):
         warnings.warn(

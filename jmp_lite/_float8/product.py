@@ -1,10 +1,6 @@
 """Products of operands in fp8, with their gradients.
 
-As in `quantize`, the operations are written such that XLA makes few kernels of them on a GPU:
-
-- Each product contracts the last axes of both operands, as cuBLAS wants them. XLA writes a transposed
-  operand in the kernel that casts it.
-- The steps multiply the result. With Triton's GEMMs, XLA would run a product of scaled operands in bfloat16.
+As in `quantize`, the operations are written such that XLA makes few kernels of them on a GPU.
 """
 
 import dataclasses
@@ -35,15 +31,20 @@ def multiply(
         left: its first operand.
         right: its second operand.
         dtype: the dtype of the result.
-        precision: `lax.Precision.HIGHEST` for sums in float32; by default cuBLAS may sum with fewer bits.
+        precision: `lax.Precision.HIGHEST` for sums in float32; by default cuBLAS may sum with fewer bits
+            (https://github.com/openxla/xla/pull/6599).
     """
+    # Each product contracts the last axes of both operands, as cuBLAS wants them:
+    # https://github.com/NVIDIA/CUDALibrarySamples/issues/242. XLA writes a transposed operand in the kernel
+    # that casts it.
     (left_sums, right_sums), _ = params["dimension_numbers"]
     count = len(left_sums)
     a, b = _sums_last(left.array, left_sums), _sums_last(right.array, right_sums)
     sums = tuple(range(a.ndim - count, a.ndim)), tuple(range(b.ndim - count, b.ndim))
     free = a.ndim - count, b.ndim - count
     # JAX makes the gradient of a right operand as the product of the cotangent and the left operand, and
-    # transposes it. With the operands in the other order, the two transposes cancel.
+    # transposes it (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/lax.py#L5852). With the
+    # operands in the other order, the two transposes cancel.
     swap = left.dtype == BACKWARD and not _are_last(left.array, left_sums)
     changed = {"preferred_element_type": np.dtype(dtype), "precision": precision}
     if swap:
@@ -53,7 +54,8 @@ def multiply(
             changed["out_sharding"] = sharding.update(spec=(*axes[free[0] :], *axes[: free[0]]))
     changed["dimension_numbers"] = sums, ((), ())
     result = lax.dot_general_p.bind(a, b, **{**params, **changed})
-    # XLA folds one factor into the call of cuBLAS, not two. The product of the steps is zero if the
+    # The steps multiply the result: with Triton's GEMMs, XLA would run a product of scaled operands in
+    # bfloat16. XLA folds one factor into the call of cuBLAS, not two. The product of the steps is zero if the
     # largest numbers of both operands multiply to less than 2**-103 (1e-31).
     result = result * lax.convert_element_type(left.step * right.step, dtype)
     if swap:
@@ -103,6 +105,7 @@ def _product(
     operands: Sequence[Array],
     quantized: Sequence[Quantized],
 ) -> Array:
+    # Only its transpose is traced, for the axes of the gradients. It never runs.
     in_half = {**params, "preferred_element_type": np.dtype(jnp.bfloat16), "precision": None}
     half_product = functools.partial(lax.dot_general_p.bind, **in_half)
 
@@ -114,14 +117,16 @@ def _product(
 
     def forward(operands: Any, quantized: Any) -> tuple[Array, Any]:
         del operands
-        # Not `run`: a policy of `jax.checkpoint` should see the product.
+        # Not `run`: a policy of `jax.checkpoint` should see the product. JAX keeps the fp8 arrays and the
+        # steps for the backward pass, but not the operands.
         left, right = quantized
         return _first_order(multiply(params, left, right, dtype), steps_of(quantized))[0], quantized
 
     def backward(quantized: Any, cotangent: Array) -> tuple[Any, Any]:
         half, steps = _first_order(cast(cotangent, jnp.bfloat16), steps_of(quantized))
         quantized = [dataclasses.replace(each, step=step) for each, step in zip(quantized, steps)]
-        # cuBLAS cannot multiply e5m2 by e5m2: if the other operand is in e5m2, the cotangent is in e4m3.
+        # cuBLAS cannot multiply e5m2 by e5m2 (https://github.com/pytorch/pytorch/issues/132005): if the other
+        # operand is in e5m2, the cotangent is in e4m3.
         formats = [FORWARD if other.dtype == BACKWARD else BACKWARD for other in quantized[::-1]]
         cotangents = {dtype: quantize(half, dtype) for dtype in formats}
         arrays = (
@@ -139,6 +144,8 @@ def _product(
 @jax.custom_jvp
 def _first_order(x: Array, steps: list[Array]) -> tuple[Array, list[Array]]:
     """Returns its arguments. Differentiating them, which would be a second derivative, raises an error."""
+    # The steps carry a tangent where an operand does (`quantize`). Without the error, a gradient penalty
+    # would have the gradient zero: casts to fp8 are constants here.
     return x, steps
 
 
@@ -156,6 +163,7 @@ def _gradient(
     product: Product, index: int, quantized: Sequence[Quantized], cotangent: Quantized, dtype: Any
 ) -> Array:
     """Returns the gradient of the operand at `index`, by the transpose that JAX has for the product."""
+    # Traced as the transpose of a product in bfloat16, whose casts `run` leaves out.
     operand = jax.typeof(quantized[index].bits).update(dtype=np.dtype(jnp.bfloat16))
 
     def transposed(*arrays: Array) -> Array:

@@ -1,17 +1,8 @@
 """A tensor in fp8, with one scale.
 
 The scale, `step` in the code, is a power of two, from the largest magnitude of the tensor itself ("current
-scaling"), so nothing is kept from one train step to the next. Activations and weights are in e4m3, which
-has three bits of mantissa. Cotangents are in e5m2, which has the exponents of float16. The dtypes and their
-uses are those of Micikevicius et al., FP8 formats for deep learning (2022), https://arxiv.org/abs/2209.05433.
-
-The operations are written such that XLA makes few kernels of them on a GPU:
-
-- XLA makes only unary operations the epilogue of a reduction. So the step of a tensor is its maximum,
-  divided by a constant and rounded to a power of two by `reduce_precision`: one small kernel.
-- An activation function and the bias in front of it are computed twice, for the maximum and for the cast,
-  so XLA writes neither result. The barrier of `quantize_result` keeps XLA from writing the result in float32
-  between the two.
+scaling"), so nothing is kept from one train step to the next. The operations are written such that XLA makes
+few kernels of them on a GPU.
 """
 
 import dataclasses
@@ -27,6 +18,9 @@ from jax import lax
 
 from .._jaxpr import INLINE, Array
 
+# Activations and weights are in e4m3, which has three bits of mantissa. Cotangents are in e5m2, which has the
+# exponents of float16. The dtypes and their uses are those of Micikevicius et al., FP8 formats for deep
+# learning (2022), https://arxiv.org/abs/2209.05433.
 FORWARD = np.dtype(jnp.float8_e4m3fn)
 BACKWARD = np.dtype(jnp.float8_e5m2)
 
@@ -57,15 +51,17 @@ def quantize(x: Array, dtype: np.dtype) -> Quantized:
     an inf or a NaN, so does every product of the result. The result has no gradient. Its step carries a
     tangent, so that `_first_order` notices if `x` is differentiated.
     """
+    # JAX has derivatives of casts to fp8, which round the cotangents to fp8: the product has its own instead.
     fixed = lax.stop_gradient(x)
     return _divided(fixed, step_of(fixed, dtype), x, dtype)
 
 
 def quantize_result(fun: Callable[[Any], Array], arrays: Any, x: Array, dtype: np.dtype) -> Quantized:
-    """Returns `x`, the result of `fun(arrays)`, in an fp8 dtype.
-
-    XLA computes the function twice and does not write `x`. For a GELU this moves 36 % fewer bytes.
-    """
+    """Returns `x`, the result of `fun(arrays)`, in an fp8 dtype."""
+    # XLA does not merge the reduction for the step with the cast that needs the step
+    # (https://github.com/openxla/xla/issues/7432), so it would write `x` between them. Here it computes the
+    # activation function, and the bias in front of it, once for each, and writes neither result. For a GELU
+    # this moves 36 % fewer bytes. Without the barrier, XLA would compute it once, and write it in float32.
     fixed = jax.tree.map(lax.stop_gradient, arrays)
     step, fixed = lax.optimization_barrier((step_of(fun(fixed), dtype), fixed))
     return _divided(fun(fixed), step, x, dtype)
@@ -94,13 +90,16 @@ def step_of(x: Array, dtype: np.dtype) -> Array:
     # 448 = 1.75 * 2**8 in e4m3, 57344 = 1.75 * 2**15 in e5m2. The rounding moves the maximum by at most a
     # half of the power of two, so `x / step` is at most 1.5 * 2**8, and 1.5 * 2**15.
     exponent = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
-    # The smallest step is applied before the reduction; after it, it would cost a kernel. It cannot be the
-    # start of a `lax.reduce`, which does not compile on a mesh of explicit axes.
+    # XLA makes only unary operations the epilogue of a reduction (https://github.com/openxla/xla/pull/4528).
+    # So the scaling and the smallest step are applied before it; after it, each would cost a kernel. The
+    # smallest step cannot be the start of a `lax.reduce`, which does not compile on a mesh of explicit axes.
     sizes = lax.abs(x) * np.asarray(2.0**-exponent, x.dtype)
     sizes = lax.max(sizes, np.asarray(_SMALLEST_STEP, x.dtype))
     largest = lax.reduce_max(sizes, tuple(range(sizes.ndim)))
+    # A mantissa of no bits: a power of two, by which the division is exact.
     return lax.reduce_precision(lax.convert_element_type(largest, jnp.float32), 8, 0)
 
 
-# The smallest normal number of float32. XLA may treat a smaller number as zero.
+# The smallest normal number of float32. XLA may treat a smaller number as zero:
+# https://github.com/jax-ml/jax/issues/26658.
 _SMALLEST_STEP = 2.0**-126

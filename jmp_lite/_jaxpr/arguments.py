@@ -1,8 +1,7 @@
 """The arguments of a call: how they become arrays for a jaxpr, and what the arrays are called.
 
 The arguments and outputs of a function may hold anything. Only `jax.Array`s and NumPy arrays of floating
-numbers are traced; everything else reaches the function as it is, as in a plain call. An object that a call
-may change, such as an NNX module, is split into arrays by the adapter of its library.
+numbers are traced; everything else reaches the function as it is, as in a plain call.
 """
 
 import dataclasses
@@ -22,17 +21,18 @@ from .._tree import without_nnx_variables
 from .bind import is_jaxpr_tracer
 from .read import Array, Jaxpr
 
-# For each library whose objects a call may change, the adapter that splits them. This is a table of names: no
-# import leads from here to the adapters, and autocast works whether or not the user has imported the adapter.
-# A registry that an adapter fills at its import would make the result of a call depend on the order of
-# imports. An adapter has two functions: `is_object(node)`, and `split_objects(fun, args, kwargs)`, which
-# returns a function of arrays, its arguments, and a function that finishes the call with the output.
+# For each library whose objects a call may change, such as an NNX module, the adapter that splits them into
+# arrays. This is a table of names: no import leads from here to the adapters, and autocast works whether or
+# not the user has imported the adapter. A registry that an adapter fills at its import would make the result
+# of a call depend on the order of imports. An adapter has two functions: `is_object(node)`, and
+# `split_objects(fun, args, kwargs)`, which returns a function of arrays, its arguments, and a function that
+# finishes the call with the output.
 ADAPTERS = {"flax.nnx": "jmp_lite._flax.objects"}
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ARRAY = object()  # Stands for an output that is an array.
+_ARRAY = object()  # Stands for an output that is an array. None and the like may be outputs themselves.
 _KINDS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
@@ -41,12 +41,15 @@ def check_function(caller: str, fun: Any, otherwise: str = "") -> None:
 
     `otherwise` ends the sentence that says what to write.
     """
+    # A Flax Linen module, or a transformed function of Haiku.
     if hasattr(fun, "init") and hasattr(fun, "apply"):
         raise TypeError(
             f"{caller} takes a function first, and got the model {type(fun).__name__}. Give what computes: "
             f"{caller}(model.apply, ...), or the loss function that calls it."
         )
     is_scalar_type = isinstance(fun, type) and issubclass(fun, np.generic)
+    # `jnp.float16` is an object of a class of JAX's own, and can be called: `autocast(jnp.float16)` would be
+    # taken for a function.
     is_dtype = is_scalar_type or isinstance(fun, (type(jnp.float16), np.dtype))
     if is_dtype or not callable(fun):
         given = repr(fun) if is_dtype else shown(fun)
@@ -61,6 +64,7 @@ def in_two_calls(make: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(make)
     def checked(*given: P.args, **options: P.kwargs) -> R:
+        # An array where an option should be is an argument of the function.
         holds_arrays = lambda tree: any(isinstance(leaf, _KINDS) for leaf in jax.tree.leaves(tree))
         if len(given) > most or any(map(holds_arrays, given[1:])):
             name = make.__name__
@@ -100,6 +104,7 @@ def trace(
         with_names: whether the paths of the arrays are needed; they take time to make.
         kinds: further types of arguments that are traced as arrays.
     """
+    # First without objects that the call may change, then without all that is not an array.
     given = fun
     fun, args, kwargs, finish = _without_objects(fun, args, kwargs)
     call = _Call(fun, args, kwargs, kinds)
@@ -173,6 +178,8 @@ class _Call:
 
     def arrays_among(self, tree: Any) -> list[Array]:
         """Returns the arrays among other arguments of the same structure."""
+        # `jax.grad` passes tracers where it differentiates, also in place of a Python number, which the trace
+        # has taken as a constant.
         leaves = jax.tree.leaves(tree)
         others = [leaf for index, leaf in enumerate(leaves) if index not in self.indexes]
         if len(leaves) != len(self.leaves) or any(isinstance(leaf, jax.Array) for leaf in others):
@@ -191,7 +198,8 @@ class _Call:
         outputs, self._output_structure = jax.tree.flatten(self._fun(*args, **kwargs))
         for leaf in outputs:
             _check_output(self._fun, leaf)
-        # The arrays go out through the trace; kept here they would leak from it.
+        # The arrays go out through the trace; kept here they would leak from it:
+        # https://docs.jax.dev/en/latest/errors.html#jax.errors.UnexpectedTracerError.
         self._output_leaves = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in outputs]
         return [output for output in outputs if isinstance(output, jax.Array)]
 
@@ -203,19 +211,16 @@ class _Call:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether an argument is traced. An index of a tracer works on a tracer alone, not on a NumPy array.
-
-    NumPy's integers and booleans stay: they may be sizes, or choose what the function does.
-    """
+    """Whether an argument is traced."""
+    # A NumPy array of floating numbers is, since the function may index it by a traced integer, which NumPy
+    # refuses. NumPy's integers and booleans stay: they may be sizes, or choose what the function does.
     is_numpy = isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     return is_numpy or isinstance(leaf, jax.Array)
 
 
 def _check_output(fun: Callable[..., Any], leaf: Any) -> None:
-    """Raises a TypeError if an output is an object that holds arrays, and that JAX does not look into.
-
-    The arrays are tracers, and dead as soon as the function has been traced.
-    """
+    """Raises a TypeError if an output is an object that holds arrays, and that JAX does not look into."""
+    # The arrays are tracers, and dead as soon as the function has been traced.
     if isinstance(leaf, jax.Array) or callable(leaf):
         return
     held = jax.tree.leaves(dict(getattr(leaf, "__dict__", ())))

@@ -39,6 +39,7 @@ def _broadcast_axes(before: Sequence[int], after: Sequence[int], places: Sequenc
 
 def _reshaped_axes(before: Sequence[int], after: Sequence[int]) -> Labels | None:
     """Returns the axes if the reshape only adds or drops axes of size 1."""
+    # Other reshapes merge or split axes, so the result's axes are none of the operand's.
     held, kept = ([axis for axis, size in enumerate(shape) if size != 1] for shape in (before, after))
     if [before[axis] for axis in held] != [after[axis] for axis in kept]:
         return None
@@ -53,6 +54,7 @@ def labels_of_operands(product: Equation, result: Labels, summed: Any) -> tuple[
         result: the labels of its result.
         summed: the label of an axis that it sums over.
     """
+    # The axes of the result are those of the batch, then the left operand's own, then the right one's.
     contracted, batches = product.params["dimension_numbers"]
     rest, labels = list(result[len(batches[0]) :]), []
     for var, sums, shares in zip(product.invars, contracted, batches):

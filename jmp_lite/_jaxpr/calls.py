@@ -2,8 +2,7 @@
 
 A body is an inner jaxpr as a function of arrays. It returns the results of the jaxpr and its side outputs: a
 dictionary of arrays, which leave the operation as further results. autocast's bodies have no side outputs;
-those of the tap are its records. The constants of a loop are no arguments of its bodies: bodies close over
-them, so that a cast of a constant stands in front of the loop.
+those of the tap are its records.
 
 To teach the library a new operation that runs jaxprs, add its row to the table in `primitives`, its operands
 to `inner.inner_jaxprs`, and a function here. autocast and the tap take it from `CALLS`;
@@ -31,6 +30,8 @@ Side: TypeAlias = dict[Any, Array]
 Outputs: TypeAlias = tuple[list[Array], Side]
 """Results, and side outputs."""
 
+# The constants of a loop are no arguments of its bodies: bodies close over them, so that a cast of a constant
+# stands in front of the loop.
 Body: TypeAlias = Callable[..., Outputs]
 """An inner jaxpr as a function of arrays, that returns its results and its side outputs."""
 
@@ -50,26 +51,28 @@ class Accumulator(Protocol):
 
 
 def jit(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -> Outputs:
-    """A jitted function stays one, with its shardings. Inlined, a deep model is traced three times slower.
-
-    The same body, of several calls, is traced once: `jax.make_jaxpr` remembers the trace of a function. There
-    are no side outputs.
-    """
+    """Runs a jitted function, with its shardings. There are no side outputs."""
+    # It stays a jitted function: inlined, a deep model is traced three times slower. The same body, of
+    # several calls, is traced once, since `jax.make_jaxpr` traces by `jax.jit`:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/api.py#L1957.
     return bind(equation, arrays, jaxpr=_traced(bodies[0], arrays)), {}
 
 
 def composite(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -> Outputs:
-    """A composite operation keeps its name and attributes. There are no side outputs."""
+    """Runs a composite operation, with its name and attributes. There are no side outputs."""
     param = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"  # Its name since JAX 0.12.
     return bind(equation, arrays, **{param: _traced(bodies[0], arrays)}), {}
 
 
 def linear_solve(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -> Outputs:
-    """Derivatives run the matrices, which are bodies as well as the solvers. There are no side outputs."""
+    """Runs a linear solve. Its bodies are the matrices and the solvers. There are no side outputs."""
+    # The derivative of a solve multiplies by the matrix, and so runs a jaxpr that the solve itself does not:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/control_flow/solves.py#L385.
     closed = iter(
         _traced(body, [arrays[index] for index in inner.operands])
         for body, inner in zip(bodies, inner_jaxprs(equation))
     )
+    # A named tuple, in which a solve without a transpose has None.
     jaxprs = equation.params["jaxprs"]
     jaxprs = type(jaxprs)(*(None if jaxpr is None else next(closed) for jaxpr in jaxprs))
     return bind(equation, arrays, jaxprs=jaxprs), {}
@@ -80,11 +83,14 @@ def _traced(body: Body, arrays: Sequence[Array]) -> Jaxpr:
 
 
 def remat(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -> Outputs:
-    """Recomputation keeps the user's policy."""
+    """Runs a `jax.checkpoint`, with the user's policy."""
     (body,), params = bodies, equation.params
     if not is_differentiated(equation):
         return jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])(*arrays)
-    # jax.grad has made this equation. jax.checkpoint would begin anew and save what must be recomputed.
+    # `jax.grad` has made this equation. `jax.checkpoint` would begin anew, without its barriers, which JAX
+    # gives to differentiated equations alone
+    # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/ad_checkpoint.py#L885), and would save what
+    # must be recomputed.
     closed, shapes = jax.make_jaxpr(body, return_shape=True)(*arrays)
     results = bind(equation, [*constants(closed), *arrays], jaxpr=without_constants(closed))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -94,9 +100,6 @@ def remat_from_half(
     equation: Equation, body: Body, primal: Body, kept: Sequence[int], half: Any
 ) -> Callable[..., list[Array]]:
     """Returns a rematerialized function that keeps some operands in `half` for its backward pass.
-
-    The forward pass reads the operands as they are. The backward pass computes the function again from the
-    half copies.
 
     Args:
         equation: a `remat2` without a policy.
@@ -113,16 +116,19 @@ def remat_from_half(
         return remat(body)(*arrays)[0]
 
     def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
-        # Without this `jax.checkpoint`, and those of the regions inside, a loop would compute in front of it
-        # what no iteration changes, such as the fill of a causal mask: in float32, as large as all scores.
+        # The forward pass reads the operands as they are. Without this `jax.checkpoint`, and those of the
+        # regions inside, a loop would compute in front of it what no iteration changes, such as the fill of a
+        # causal mask: in float32, as large as all scores (https://github.com/jax-ml/jax/pull/1664).
         results = jax.checkpoint(primal, prevent_cse=False)(*primals)[0]
         moving = [index for index, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
-        moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
+        moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]  # Integers have no tangents.
 
+        # The backward pass computes the function again from the half copies.
         @remat
         def again(copies: list[Array], directions: list[Array]) -> list[Array]:
             operands = [cast(x, primals[i].dtype) if i in kept else x for i, x in enumerate(copies)]
 
+            # A function of the perturbed operands alone: zeros for the others would be instantiated.
             def of_moving(*moved: Array) -> list[Array]:
                 given = dict(zip(moving, moved))
                 new = body(*(given.get(index, x) for index, x in enumerate(operands)))[0]
@@ -131,12 +137,14 @@ def remat_from_half(
             return jax.jvp(of_moving, [operands[i] for i in moving], directions)[1]
 
         # By default XLA would leave out a cast down and up again, and keep the operand itself:
-        # https://github.com/jax-ml/jax/issues/6283.
+        # https://github.com/jax-ml/jax/issues/6283, https://github.com/openxla/xla/issues/41605.
         copies = [lax.optimization_barrier(cast(x, half)) if i in kept else x for i, x in enumerate(primals)]
         changes = iter(again(copies, [tangents[index] for index in moving]))
         zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
         return results, [next(changes) if each else zero(x) for x, each in zip(results, moves)]
 
+    # Otherwise the operands without a tangent, such as integers, would get zeros, and `again` would compute
+    # derivatives with respect to them too (https://github.com/jax-ml/jax/issues/11208).
     run.defjvp(rule, symbolic_zeros=True)
     return run
 
@@ -164,9 +172,10 @@ def shard_map(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array
 def cond(
     equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array], skipped: Side | None = None
 ) -> Outputs:
-    """All branches take the same operands. `skipped` has the side outputs of a branch that is not taken."""
+    """Runs a branch. `skipped` has the side outputs of a branch that is not taken."""
     index, *operands = arrays
 
+    # JAX wants the same structure of all branches, so each one gives the side outputs of the others too.
     def complete(body: Body) -> Body:
         def branch(*arrays: Array) -> Outputs:
             results, side = body(*arrays)
@@ -175,6 +184,8 @@ def cond(
         return branch
 
     branches = [complete(body) for body in bodies]
+    # Of `lax.platform_dependent`, whose index JAX finds out when it compiles for a platform:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/control_flow/conditionals.py#L958.
     if platforms := equation.params.get("branches_platforms"):  # None is the default.
         pairs = zip(platforms, branches)
         named = {name: branch for names, branch in pairs for name in names or ["default"]}
@@ -201,6 +212,7 @@ def scan(
             total, side = accumulator.add(total, side), {}
         return (results[:carried], total), (results[carried:], side)
 
+    # In the order of the operands: constants, carries, slices.
     start = list(arrays[first : first + carried]), {} if accumulator is None else accumulator.start
     slices = list(arrays[first + carried :])
     params = {name: equation.params[name] for name in ("reverse", "unroll")}
@@ -217,10 +229,8 @@ def while_loop(
     accumulator: Accumulator | None = None,
     most: int | None = None,
 ) -> Outputs:
-    """The number of iterations is not known, so an accumulator joins the side outputs of the body.
-
-    The loop stops after `most` iterations, if that is given.
-    """
+    """Runs a loop, at most `most` iterations if that is given. An accumulator joins the side outputs."""
+    # The number of iterations is not known, so side outputs cannot be stacked.
     condition, body = bodies
     parts = inner_jaxprs(equation)
     (predicate,) = open_jaxpr(parts[0].jaxpr).outvars
@@ -252,6 +262,7 @@ def while_loop(
 
 def _where(masks: Array, new: Array, old: Array) -> Array:
     """Returns `new` for the examples whose mask is true, and `old` for the others."""
+    # The examples are the first axes, in which `jax.vmap` puts them.
     return jnp.where(masks.reshape(masks.shape + (1,) * (old.ndim - masks.ndim)), new, old)
 
 

@@ -28,7 +28,9 @@ class Forward(Generic[F]):
         self, operation: Callable[[Equation, list[F]], Sequence[F]], join: Callable[[F, F], F], nothing: F
     ) -> None:
         self._operation, self._join, self._nothing = operation, join, nothing
-        self.found: dict[int, list[F]] = {}  # The facts of the results of each equation, by its `id`.
+        # The facts of the results of each equation, by its `id`: JAX shares the jaxpr of equal calls, so an
+        # equation inside one has the facts of all of them. The caller keeps the jaxpr, and so the ids, alive.
+        self.found: dict[int, list[F]] = {}
         self.calls: list[Equation] = []  # Around the equation at hand, outermost first.
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[F]) -> list[F]:
@@ -48,9 +50,9 @@ class Forward(Generic[F]):
     def _call(self, equation: Equation, operands: Sequence[F]) -> list[F]:
         results = [self._nothing] * len(equation.outvars)
         self.calls.append(equation)
-        while True:
+        while True:  # Until what a loop carries has the facts of all iterations; otherwise twice.
             before = list(results)
-            for inner in inner_jaxprs(equation):
+            for inner in inner_jaxprs(equation):  # The branches of a `cond` join in `results`.
                 taken = [operands[number] for number in inner.operands]
                 carries = [number for number, role in enumerate(inner.roles) if role is Role.CARRY]
                 for number, fact in zip(carries, before):

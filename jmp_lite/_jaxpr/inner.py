@@ -44,6 +44,7 @@ class Inner:
 
 def inner_jaxprs(equation: Equation) -> tuple[Inner, ...]:
     """Returns the jaxprs that `equation`, an operation on the list `call`, runs."""
+    # First those whose jaxprs take only some of the operands, or more than once.
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return (_scan_body(equation),)
@@ -54,7 +55,8 @@ def inner_jaxprs(equation: Equation) -> tuple[Inner, ...]:
     if name == "custom_linear_solve":
         return _linear_solve_parts(equation)
     (jaxpr,) = jaxprs_in_params(params)
-    # `jaxprs_in_params` opens a closed jaxpr, which JAX before 0.11 keeps apart from its constants.
+    # `jaxprs_in_params` opens a closed jaxpr, which JAX before 0.11 keeps apart from its constants
+    # (https://github.com/jax-ml/jax/pull/39009).
     closed = [value for value in params.values() if open_jaxpr(value) is jaxpr]
     return (_called(closed[0] if closed else jaxpr, first_operand=0),)
 
@@ -64,6 +66,7 @@ def with_inner_jaxprs(equation: Equation, jaxprs: Sequence[Jaxpr]) -> Equation:
     pairs = zip(inner_jaxprs(equation), jaxprs, strict=True)
     replaced = {id(open_jaxpr(inner.jaxpr)): jaxpr for inner, jaxpr in pairs}
 
+    # The jaxprs are parameters, or stand in a tuple of one, such as the branches of a `cond`.
     def changed(value: Any) -> Any:
         if isinstance(value, tuple):
             parts = map(changed, value)
@@ -73,6 +76,7 @@ def with_inner_jaxprs(equation: Equation, jaxprs: Sequence[Jaxpr]) -> Equation:
     return equation.replace(params={name: changed(value) for name, value in equation.params.items()})
 
 
+# The parameters of a jit or a `shard_map` that have an entry for each operand, or for each result.
 _OF_OPERANDS = ("donated_invars", "in_layouts", "in_shardings", "in_specs")
 _OF_RESULTS = ("out_layouts", "out_shardings", "out_specs")
 
@@ -102,11 +106,9 @@ def _called(jaxpr: Jaxpr, first_operand: int) -> Inner:
 
 
 def _scan_body(equation: Equation) -> Inner:
-    """The body of a scan: its operands are constants, carries and slices, its results carries and slices.
-
-    Versions of JAX write the counts in different ways. The ranks tell them: a sliced operand has one axis
-    more outside the body than inside.
-    """
+    """The body of a scan: its operands are constants, carries and slices, its results carries and slices."""
+    # Versions of JAX write the counts in different ways. The ranks tell them: a sliced operand has one more
+    # axis outside the body than inside.
     body = equation.params["jaxpr"]
     inside = open_jaxpr(body)
     sliced_in = sum(out.aval.ndim != inner.aval.ndim for out, inner in zip(equation.invars, inside.invars))
@@ -142,10 +144,8 @@ def _while_parts(equation: Equation) -> tuple[Inner, Inner]:
 
 
 def _linear_solve_parts(equation: Equation) -> tuple[Inner, ...]:
-    """The matrix of a linear system and its transpose, and the solvers of both: those that there are.
-
-    Each takes constants of its own, and a vector. Only derivatives of the system run the matrices.
-    """
+    """The matrix of a linear system and its transpose, and the solvers of both: those that there are."""
+    # Each takes constants of its own, and a vector. Only derivatives of the system run the matrices.
     lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
     results = tuple(range(len(equation.outvars)))
     vector, first, parts = tuple(range(sum(lengths), len(equation.invars))), 0, []
@@ -153,6 +153,7 @@ def _linear_solve_parts(equation: Equation) -> tuple[Inner, ...]:
         constants = tuple(range(first, first + length))
         first += length
         if jaxpr is not None:
+            # The vector is a carry to us: what a solver gives must have its dtype.
             roles = (Role.ONCE,) * length + (Role.CARRY,) * len(vector)
             out = results if name == "solve" else (None,) * len(open_jaxpr(jaxpr).outvars)
             scope = SOLVER_SCOPE if name in ("solve", "transpose_solve") else ""

@@ -1,8 +1,4 @@
-"""Lookups of one element of each row, such as the logit of a label, whose gradients need no scatter.
-
-JAX's gradient of such a lookup is a scatter into float32 zeros of the size of the logits. A comparison of the
-indices gives the same bits, and XLA computes it where they are read.
-"""
+"""Lookups of one element of each row, such as the logit of a label, whose gradients need no scatter."""
 
 import functools
 import math
@@ -21,6 +17,8 @@ _FEWEST = 256  # Of fewer elements, such as the 81 classes of SSD, a scatter mov
 
 def picked_axis(equation: Equation) -> int | None:
     """Returns the axis along which a gather takes one element of each row, or a scatter adds to one."""
+    # A gather and a scatter say the same of the axes by other names. The batching axes are those of
+    # `jnp.take_along_axis`, in which each row has an index of its own.
     numbers, operand = equation.params["dimension_numbers"], equation.invars[0].aval
     if equation.primitive is lax.gather_p:
         row, axes, batch = equation.outvars[0], numbers.start_index_map, numbers.start_indices_batching_dims
@@ -33,7 +31,8 @@ def picked_axis(equation: Equation) -> int | None:
     if len(axes) != 1 or not (is_by_rows and is_one):
         return None
     size = operand.shape[axes[0]]
-    # In `jax.export` a size may be symbolic, and has no order.
+    # In `jax.export` a size may be symbolic, and has no order:
+    # https://docs.jax.dev/en/latest/export/shape_poly.html.
     return int(axes[0]) if isinstance(size, int) and size >= _FEWEST else None
 
 
@@ -41,6 +40,7 @@ def bind_pick(equation: Equation, operands: Sequence[Array]) -> list[Array]:
     """Runs an equation that has a `picked_axis` on other operands."""
     if equation.primitive is lax.gather_p:
         return [_pick(equation, *operands)]
+    # A `scatter-add`: of an index out of bounds nothing is added.
     array, indices, updates = operands
     marks, axis = _marks(equation, array, indices)
     return [array + jnp.where(marks, _in_rows(updates, array, axis), 0)]
@@ -53,6 +53,9 @@ def _pick(equation: Equation, *operands: Array) -> Array:
 
 @_pick.defjvp
 def _pick_jvp(equation: Equation, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    # JAX's gradient of such a lookup is a scatter into float32 zeros of the size of the logits
+    # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/slicing.py#L2182). The transpose of this
+    # selection has the same bits, and XLA computes it where they are read.
     result, (marks, axis) = bind(equation, primals)[0], _marks(equation, *primals)
     picked = lax.select(marks, tangents[0], lax.full_like(tangents[0], 0))
     return result, lax.reduce_sum(picked, (axis,)).reshape(result.shape)

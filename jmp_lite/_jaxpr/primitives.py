@@ -34,7 +34,8 @@ class Traits:
     scales: bool = False  # An operand may leave the range of half where the result does not.
     # A move that copies elements; the gradient is a sum, so half values go through it in float32.
     copies: bool = False
-    # A move that copies between devices; half values go out, their gradients come back in float32.
+    # A move that copies between devices; half values go out, which is half the traffic, and their gradients
+    # come back in float32, since the transpose is a sum over the devices.
     gathers: bool = False
     pointwise: bool = False  # Computes each element on its own, as the parts of activation functions do.
     compares: bool = False  # Its results are booleans, which are lighter than its operands.
@@ -42,7 +43,8 @@ class Traits:
     selects: bool = False
     # Rounding the operand to half changes the result no more than rounding the result would.
     saturates: bool = False
-    # Its derivative squares an operand, and the square may leave the range of float16.
+    # Its derivative squares an operand, and the square may leave the range of float16: that of `div` at
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/lax.py#L5098, that of `atan2` at #L4620.
     squares: bool = False
     keeps_elements: bool = False  # A move whose result has all elements of its operand and no others.
     # If its operand is the gradient of a weight, its result is still a gradient of that weight: moves,
@@ -257,6 +259,7 @@ while                        call
 
 
 def _parse(table: str) -> MappingProxyType[str, Traits]:
+    # A flag is a field of `Traits`, so a misspelt one is an error of its constructor.
     rows = [line.split() for line in table.splitlines() if line and not line.startswith("#")]
     traits = {
         name: Traits(Category[category.upper()], **dict.fromkeys(flags, True))

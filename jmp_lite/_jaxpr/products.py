@@ -1,13 +1,4 @@
-"""Products whose derivatives have dtypes of their own, for autocast and for the layers of Flax.
-
-The gradients of an outer product are real products: they take half operands, also where the outer product
-runs in float32.
-
-With `reduce_dtype` the gradients of weights leave their products in float32. On many devices, each device
-sums the gradient of a weight over its own part of the batch, inside a product. Then all devices sum their
-results. A product of half operands gives half, so the second sum is one of half numbers. Here the product
-that makes the gradient of a weight still takes half operands, which Tensor Cores run, and gives float32.
-"""
+"""Products whose derivatives have dtypes of their own, for autocast and for the layers of Flax."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +34,8 @@ def product_with_half_gradients(
         return product(*wide)
 
     def rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
+        # The tangent of a product is the sum of one product for each operand, whose transposes are the
+        # products of the gradients. Of an operand that is not perturbed, JAX would compute one with zeros.
         _, (left, right) = primals
         left_tangent, right_tangent = tangents[0]
         terms = []
@@ -69,6 +62,10 @@ def product_with_wide_gradients(
         wide: for each operand, the same value in float32 or wider if its gradient is wanted in that dtype;
             None if its gradient is wanted in half.
     """
+    # On many devices, each device sums the gradient of a weight over its own part of the batch, inside a
+    # product. Then all devices sum their results. JAX's product of half operands gives half, so the second
+    # sum would be one of half numbers (https://github.com/jax-ml/jax/issues/27496). Here the product takes
+    # half operands, which Tensor Cores run, and gives float32: https://github.com/jax-ml/jax/issues/34330.
     dtypes = [None if x is None else np.dtype(x.dtype) for x in wide]
 
     def forward(halves: tuple[Array, Array], wide: Any) -> tuple[Array, Any]:
@@ -78,7 +75,8 @@ def product_with_wide_gradients(
     def backward(halves: tuple[Array, Array], cotangent: Array) -> tuple[Any, Any]:
         cotangent = cast(cotangent, halves[0].dtype)
         gradients = [_gradient(half_product, index, halves, cotangent, dtypes[index]) for index in range(2)]
-        # JAX drops the gradients that nobody asks for from a compiled program.
+        # A gradient is that of the operand, or of its float32 twin: None is zero. JAX drops the gradients
+        # that nobody asks for from a compiled program.
         of_halves = tuple(x if dtype is None else None for x, dtype in zip(gradients, dtypes))
         of_wide = tuple(None if dtype is None else x for x, dtype in zip(gradients, dtypes))
         return of_halves, of_wide
@@ -93,15 +91,17 @@ def _gradient(
 ) -> Array:
     """Returns the gradient of the operand at `index`, by the transpose that JAX has for the product.
 
-    The transpose is a product too, with moves around it and, in a `shard_map`, with a sum over the devices.
-    Where `dtype` is given, that product gives this dtype, and the sum adds numbers of this dtype.
+    Where `dtype` is given, it has this dtype.
     """
+    # `jax.typeof`, since in a `shard_map` the type says over which devices a value varies.
     operand, other = jax.typeof(halves[index]), halves[1 - index]
 
     def transposed(other: Array, cotangent: Array) -> Array:
         of_operand = lambda x: product(x, other) if index == 0 else product(other, x)
         return jax.linear_transpose(of_operand, operand)(cotangent)[0]
 
+    # The transpose is a product too, with moves around it and, in a `shard_map`, with a sum over the devices.
+    # If the product gives another dtype, the sum adds numbers of this dtype.
     def run(equation: Equation, operands: Sequence[Array]) -> Array:
         if dtype is not None and equation.primitive.name == "dot_general":
             return wide_product(equation, operands, dtype)
@@ -150,11 +150,14 @@ def wide_product(equation: Equation, halves: Sequence[Array], dtype: Any, **para
 
 def _wide_product(equation: Equation, halves: Sequence[Array], dtype: Any, params: dict[str, Any]) -> Array:
     params = {**params, "preferred_element_type": np.dtype(dtype)}
+    # On a mesh of explicit axes the sharding of the result belongs to its axes in this order.
     if equation.params.get("out_sharding") is not None:
         return bind(equation, halves, **params)[0]
-    # JAX gives the cotangent first, and transposes the gradient of a right operand. XLA's CPU backend cannot
-    # run such a product of bfloat16 operands with a float32 result, if it sums over several axes. It can if
-    # the operands change places, since then the two transposes cancel.
+    # JAX gives the cotangent first, and transposes the gradient of a right operand
+    # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/lax.py#L5852). XLA's CPU backend cannot
+    # run such a product of bfloat16 operands with a float32 result, if it sums over several axes:
+    # "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32". It can if the operands change
+    # places, since then the two transposes cancel.
     (left_sums, right_sums), (left_batch, right_batch) = equation.params["dimension_numbers"]
     params["dimension_numbers"] = (right_sums, left_sums), (right_batch, left_batch)
     (result,) = bind(equation, halves[::-1], **params)

@@ -33,9 +33,9 @@ from jax.extend.core import Literal, Primitive, jaxprs_in_params
 from .._paths import RECOMPUTED, join, plain_scope
 from .primitives import Category, traits_of
 
-# JAX's own classes differ between versions (a Jaxpr is a ClosedJaxpr since JAX 0.11), and their annotations
-# do not know the shape and dtype of a variable. So the aliases say what a value is, and a type checker sees
-# Any.
+# JAX's own classes differ between versions (a Jaxpr is a ClosedJaxpr since JAX 0.11:
+# https://github.com/jax-ml/jax/pull/39009), and their annotations do not know the shape and dtype of a
+# variable. So the aliases say what a value is, and a type checker sees Any.
 Jaxpr: TypeAlias = Any
 """A jaxpr, open or closed."""
 Equation: TypeAlias = Any
@@ -45,7 +45,8 @@ Var: TypeAlias = Any
 Array: TypeAlias = Any
 """A `jax.Array`, a tracer, or a NumPy array or number."""
 
-# Scopes that survive every transform of JAX. They tell autocast where it keeps out.
+# Scopes that survive every transform of JAX (https://github.com/jax-ml/jax/pull/8395), and `jax.jit`. They
+# tell autocast where it keeps out.
 AUTOCAST_SCOPE = "jmp_lite.autocast"
 FULL_PRECISION_SCOPE = "jmp_lite.full_precision"
 SOLVER_SCOPE = "jmp_lite.solver"
@@ -61,7 +62,8 @@ def equations(jaxpr: Jaxpr) -> Sequence[Equation]:
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns the jaxpr within a closed one; an open one as it is. From JAX 0.11 on they are one class."""
+    """Returns the jaxpr within a closed one; an open one as it is."""
+    # From JAX 0.11 on they are one class, whose field `jaxpr` is the jaxpr itself.
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -72,12 +74,15 @@ def constants(jaxpr: Jaxpr) -> tuple[Array, ...]:
 
 def without_constants(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a closed jaxpr as an open one that takes its constants as its first inputs."""
+    # A `remat2` takes no jaxpr with constants:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/ad_checkpoint.py#L613.
     inside = open_jaxpr(jaxpr)
     return inside.replace(constvars=(), invars=[*inside.constvars, *inside.invars])
 
 
 def with_equations(jaxpr: Jaxpr, equations: Sequence[Equation]) -> Jaxpr:
     inside = open_jaxpr(jaxpr).replace(eqns=list(equations))
+    # An open jaxpr stays open. In a JAX before 0.11 a closed one is a pair of an open one and its constants.
     return inside if inside is jaxpr or not hasattr(jaxpr, "jaxpr") else jaxpr.replace(jaxpr=inside)
 
 
@@ -86,6 +91,7 @@ _FLOAT32 = np.dtype(np.float32)  # Dtypes are compared faster with it than with 
 
 def is_float32(var: Var) -> bool:
     """Whether a variable or literal of a jaxpr holds float32, the one dtype that autocast changes."""
+    # The tokens of effects have no dtype.
     return getattr(var.aval, "dtype", None) == _FLOAT32
 
 
@@ -104,7 +110,8 @@ def describe(array: Array | Var | jax.ShapeDtypeStruct) -> str:
 
 
 def sources_of_outputs(jaxpr: Jaxpr) -> list[Any]:
-    """Returns for each output what identifies its value. A jit gives each result a variable of its own."""
+    """Returns for each output what identifies its value."""
+    # A jit gives each result a variable of its own, also where its jaxpr returns one value twice.
     identity = lambda var: id(var) if is_literal(var) else var
     outvars = [identity(var) for var in open_jaxpr(jaxpr).outvars]
     within: dict[Any, Any] = {}
@@ -141,6 +148,7 @@ def is_literal(var: Var) -> bool:
 def name_of(equation: Equation) -> str:
     """Returns the name of an operation in the table: that of its primitive, or of the kind of operation."""
     name = equation.primitive.name
+    # `x * x` leaves the range of float16 as `x ** 2` does, and `1 / x` as `x ** -1` does.
     if name == "mul" and equation.invars[0] is equation.invars[1] and not is_literal(equation.invars[0]):
         return "square"
     if name == "div" and is_literal(equation.invars[0]):
@@ -149,12 +157,10 @@ def name_of(equation: Equation) -> str:
 
 
 def _kind_of_product(equation: Equation) -> str:
-    """Returns the name in the table of a `dot_general`, by its axes that are longer than 1.
-
-    A product sums over some axes, and each operand has some axes of its own. The gradients of a product have
-    the same three groups of axes in other places. With one group or none no Tensor Core runs it: it is an
-    inner product, or with no sum an element-wise product.
-    """
+    """Returns the name in the table of a `dot_general`, by its axes that are longer than 1."""
+    # A product sums over some axes, and each operand has some axes of its own. The gradients of a product
+    # have the same three groups of axes in other places. With one group or none no Tensor Core runs it: it is
+    # an inner product, or with no sum an element-wise product.
     contracted, batch = equation.params["dimension_numbers"]
     shapes = [var.aval.shape for var in equation.invars]
     summed = math.prod(shapes[0][axis] for axis in contracted[0])
@@ -162,7 +168,8 @@ def _kind_of_product(equation: Equation) -> str:
         math.prod(size for axis, size in enumerate(shape) if axis not in (*sums, *shares))
         for shape, sums, shares in zip(shapes, contracted, batch)
     ]
-    # A symbolic size can be compared only with `==` and `!=`.
+    # A symbolic size can be compared only with `==` and `!=`:
+    # https://docs.jax.dev/en/latest/export/shape_poly.html.
     if sum(size != 1 for size in (summed, *own)) < 2:
         return "elementwise_product" if summed == 1 else "inner_product"
     return "outer_product" if summed == 1 else "dot_general"
@@ -176,7 +183,8 @@ def scope_of(equation: Equation, around: str = "") -> str:
     """
     scope = _scope_of_stack(equation.source_info.name_stack)
     if equation.primitive.name == "remat2" and is_differentiated(equation):
-        # JAX writes its scope twice: `transpose(jvp(decoder))/jvp(decoder)`.
+        # JAX writes its scope twice, `transpose(jvp(decoder))/jvp(decoder)`: that of the backward pass, in
+        # which it is evaluated, and its own.
         names = scope.split("/")
         once = names[: len(names) // 2]
         scope = "/".join(once) if names == once * 2 else scope
@@ -201,6 +209,7 @@ def is_by_autocast(equation: Equation) -> bool:
 @contextlib.contextmanager
 def context_of(equation: Equation) -> Iterator[None]:
     """Gives operations that run inside it the scopes, source line, mesh and metadata of `equation`."""
+    # As JAX's own `eval_jaxpr` does: https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/core.py#L791.
     source = equation.source_info
     stack = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=stack), equation.ctx.manager:
@@ -209,6 +218,7 @@ def context_of(equation: Equation) -> Iterator[None]:
 
 def flagged(equation: Equation, flags: Set[int]) -> Equation:
     """Returns an equation with the numbers of flags in its name stack, where every transform keeps them."""
+    # A field of ours would be lost in the first `jax.grad`.
     source = equation.source_info
     return equation.replace(
         source_info=source.replace(name_stack=source.name_stack.extend(flag_scope(flags)))
@@ -228,31 +238,38 @@ def flags_of(equation: Equation) -> frozenset[int] | None:
 @functools.lru_cache(maxsize=4096)
 def _flags_in_stack(name_stack: Any) -> frozenset[int] | None:
     found = _FLAGS.findall(str(name_stack))
+    # The innermost flags are the last ones.
     return frozenset(map(int, found[-1][1:].split("."))) if found else None
 
 
 def bind_params(primitive: Primitive, params: dict[str, Any]) -> dict[str, Any]:
     """Returns the parameters of an equation as `primitive.bind` takes them: functions in place of jaxprs."""
+    # A `custom_jvp_call`, a `custom_vjp_call` and a `shard_map` take functions:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/custom_derivatives.py#L425.
     return primitive.get_bind_params(params)
 
 
 def is_transposed(equation: Equation) -> bool:
     """Whether JAX made an equation for a backward pass."""
+    # Written at https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/interpreters/ad.py#L396.
     return _is_in_stack("transpose(", equation.source_info.name_stack)
 
 
 def is_of_gradient(equation: Equation) -> bool:
     """Whether the program took a derivative of an equation, so that it has the backward pass too."""
+    # Written at https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/interpreters/ad.py#L63 and #L306.
     return _is_in_stack("jvp(", equation.source_info.name_stack)
 
 
 def is_recomputed(equation: Equation) -> bool:
     """Whether an equation of a backward pass computes a part of the forward pass again."""
+    # Written at https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/ad_checkpoint.py#L809.
     return _is_in_stack(RECOMPUTED, equation.source_info.name_stack)
 
 
 def is_differentiated(equation: Equation) -> bool:
     """Whether `jax.grad` has made a `remat2`, which computes a part of the forward pass again."""
+    # Set at https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/ad_checkpoint.py#L674.
     return equation.params["differentiated"]
 
 
@@ -265,8 +282,9 @@ def call_scope(scope: str, equation: Equation) -> str:
 def source_line(equation: Equation) -> str:
     """Returns the line that made an equation, as `file.py:12 (function)`.
 
-    It may be one of ours, such as a cast of a policy. The matmuls under a policy are those of its layers.
+    It may be one of ours, such as a cast of a policy.
     """
+    # The matmuls under a policy are those of its layers.
     is_product = traits_of(equation.primitive.name).category is Category.ALLOW
     return users_line(equation) if is_product else source_info_util.summarize(equation.source_info)
 
@@ -308,6 +326,7 @@ def casting_line(equation: Equation) -> str:
 
 def users_stacklevel() -> int:
     """Returns the `stacklevel` with which a warning of the caller names the line of the user's program."""
+    # `skip_file_prefixes` of `warnings.warn` needs Python 3.12.
     files = [frame.filename for frame in inspect.stack(context=0)[1:]]
     is_package = lambda name: any(package in name for package in _PACKAGES) or name.startswith((_OURS, _JAX))
     return next((number for number, file in enumerate(files, 1) if not is_package(file)), 1)

@@ -32,6 +32,7 @@ def replay(
     def read(var: Var) -> V:
         return literal(var) if is_literal(var) else known[var]
 
+    # An equation of a jaxpr stands behind those that make its operands.
     for index, equation in enumerate(equations(inside)):
         known.update(zip(equation.outvars, action(index, equation, read), strict=True))
     return [read(var) for var in inside.outvars]

@@ -14,8 +14,9 @@ import pytest
 import benchmarks
 
 ROOT = Path(benchmarks.__file__).parents[1]
+# `test_measurements` runs fp8 and the loss scales.
 ONLY = ("compile neumf float16", "compile neumf float32", "time neumf", "example digits")
-ONLY += ("float8 at width 1024", "attention in bfloat16")
+ONLY += ("attention in bfloat16",)
 
 
 @pytest.fixture
@@ -86,7 +87,6 @@ def test_the_rehearsal_of_the_command(tree):
     assert pieces["time neumf"]["tries"] >= 2
     arms = found["files"]["results/cpu/neumf.json"]["arms"]
     assert arms["float32"]["times_reference"]
-    assert found["files"]["float8-1024.json"]["gradient_cosine"] > 0.98
     kinds = found["files"]["attention-bfloat16.json"]["kinds"]
     assert len(kinds) == 9
     assert not any(each["fault"] for each in kinds.values())

@@ -25,6 +25,7 @@ def decide(op: Op, ruling: Ruling, operands: Sequence[State], analysis: Analysis
     Raises:
         ValueError: `float32_results` selects an operation that cannot give float32 from half operands.
     """
+    # From what the user asks for to what the operands are: the first answer counts.
     rules, wanted = analysis.rules, analysis.demand.of_results(op)
     if ruling.rule is not None or any(state.rule is not None for state in operands):
         ruling = by_first_rule(op, ruling, operands, rules)
@@ -44,19 +45,23 @@ def decide(op: Op, ruling: Ruling, operands: Sequence[State], analysis: Analysis
 
 
 def _is_constant_outer(op: Op, operands: Sequence[State]) -> bool:
+    # Such as a table of positions and frequencies, which is no gradient even in a backward pass.
     return op.name == "outer_product" and all(state.constant for state in operands)
 
 
 def _kept(op: Op, operands: Sequence[State], ruling: Ruling, wanted: Wanted, analysis: Analysis) -> Decision:
     """Decides about an operation whose ruling has a reason: it runs as in the program, or in float32."""
+    # An `exp` or a power at the end of a region: the region gives half (`passes.recompute`).
     if ruling.category is Category.DENY and analysis.region_of(op, wanted) is not None:
         return dataclasses.replace(store_half(op, operands, ruling.reason), category=Category.DENY)
     decision = run_in_float32(op, operands, ruling)
+    # In `autocast(grad(f))`, the gradient of a lookup of labels (`_jaxpr/picks.py`).
     if op.name == "scatter-add" and _picks(op):
         action = dataclasses.replace(in_full(operands), picks=True)
         return dataclasses.replace(decision, action=action, changed=True)
     if ruling.why is Why.KEEP_FLOAT32:
         return dataclasses.replace(decision, results=results_of(op, operands, KEPT))
+    # A product in float32 whose gradients are products of half operands.
     half = analysis.rules.dtype
     takes = _takes_of_kept_product(op, operands, ruling, half)
     if takes is None:
@@ -72,15 +77,15 @@ def _takes_of_kept_product(
         return None
     if ruling.why is Why.LOOP and len(operands) == 2:  # Its gradients decide nothing.
         return in_full(operands).operands
-    # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do.
+    # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do:
+    # https://github.com/jax-ml/jax/issues/10818.
     return (Take.AS_IS,) * len(operands) if widens(op, half) else None
 
 
 def _half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:
-    """Decides about a residual sum that `half_sums` selects: it adds in half.
-
-    A float32 sum with a cast to half would not do: XLA drops the cast and stores the sum in float32.
-    """
+    """Decides about a residual sum that `half_sums` selects: it adds in half."""
+    # A float32 sum with a cast to half would not do: XLA drops the cast where it is cast up again
+    # (https://github.com/openxla/xla/issues/41605), and stores the sum in float32.
     reason = f"half_sums='{pattern}' selects it"
     return Decision(
         op, Category.INFER, Run(in_half(op, operands)), (HALF_SUM,), reason, changed=True, why=Why.OPTION
@@ -95,6 +100,7 @@ def _move(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis)
         half = dataclasses.replace(operands[0], kind=Kind.HALF)
         return Decision(op, Category.MOVE, Move((Take.HALF,)), (half,), "products read its result", True)
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))
+    # One result alone: `Move.both` moves the first operand twice.
     both = len(results) == 1 and _moves_both(op, operands[0], analysis)
     # A constant of a loop that is in half outside of it has a float32 array too, so ask for the half one.
     takes = tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands)
@@ -116,17 +122,15 @@ def _casts_first(op: Op, operand: State, wanted: Wanted) -> bool:
 
 
 def _moves_both(op: Op, operand: State, analysis: Analysis) -> bool:
-    """Whether a value should move in both dtypes.
-
-    The transpose of a copy is a sum, which adds up in float32. A backward pass transposes or reverses weights
-    for the gradients of inputs: XLA would reverse the float32 weights of a convolution, and cast them in a
-    kernel of its own.
-    """
+    """Whether a value should move in both dtypes."""
+    # The transpose of a copy is a sum, which then adds float32 cotangents up.
     if operand.is_half:
         return op.traits.gathers or op.traits.copies
     is_wanted = analysis.demand.uses[op.equation.outvars[0]].in_half
     if not is_wanted or operand.kind == Kind.OTHER:
         return False
+    # A backward pass transposes or reverses weights for the gradients of inputs: XLA would reverse the
+    # float32 weights of a convolution, and cast them in a kernel of its own.
     turns = analysis.context.is_backward(op) and not op.traits.copies
     return turns or op.traits.gathers or (op.name == "reshard" and operand.wide_gradient)
 
@@ -146,9 +150,11 @@ def _result_of_cast(source: Var, target: Var, operand: State) -> tuple[State, st
     """Returns the state of the result of a cast of the program, and the reason."""
     if not is_float32(target):
         return State(Kind.OTHER, constant=operand.constant), "the program casts"
-    if source.aval.dtype == jnp.bool_:
+    if source.aval.dtype == jnp.bool_:  # It has a source, since it may be rounded as an argument may.
         return State(Kind.BINARY, constant=operand.constant, source=Source()), "half holds 0 and 1"
     if jnp.issubdtype(source.aval.dtype, jnp.integer):
+        # float16 holds all integers up to 2048, and bfloat16 up to 256. A number or a scalar, such as a size
+        # by which a sum is divided, adapts: what takes it beside a half value computes in float32.
         is_free = operand.constant or source.aval.ndim == 0
         kind = Kind.ADAPTS if is_free else Kind.ARGUMENT
         return State(kind, constant=operand.constant), "half may not hold the integers"

@@ -2,8 +2,7 @@
 
 A value is wanted in half if two conditions hold. A product takes the value, directly or through operations
 that pass it on. No operation reads the value in float32, since that operation would read a rounded value.
-(`wanted` has the exceptions: functions that saturate, residual sums, and `half_sums`.) The walk uses the
-operations, the rulings on them and the estimates. It does not know the states of the values.
+(`wanted` has the exceptions: functions that saturate, residual sums, and `half_sums`.)
 """
 
 import dataclasses
@@ -27,6 +26,7 @@ from .states import Kind
 from .wanted import Demand, Wanted
 
 
+# The states of a jaxpr's inputs are not among its fields, only their kinds: calls with other states share it.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Analysis:
     """All that the planner knows of a jaxpr at one point of the program, but for the states of its inputs."""
@@ -69,7 +69,8 @@ class DemandWalk:
         self._regions: dict[tuple[int, bool], Mapping[Var, Region]] = {}
         self._analyses: dict[Any, Analysis] = {}
         self._is_told: bool | None = None  # See `_tells_gradients`.
-        self._alive: list[Jaxpr] = []  # The keys of all four hold ids of jaxprs.
+        # The keys of all four hold ids of jaxprs. Python gives the id of an object that is gone to a new one.
+        self._alive: list[Jaxpr] = []
         self._decisions = LoopDecisions(self._ops)
         self._intermediate = Intermediate(self._ops)
         self._streams = Streams(self._ops)
@@ -83,10 +84,12 @@ class DemandWalk:
         if key not in self._analyses:
             ops = self._ops(inside)
             readers = self._readers[id(inside)]
+            # The questions of `dependence`, each asked only where a decision needs the answer.
             intermediate = gradients = frozenset[Var]()
             if self._tells_gradients(inside):
                 intermediate = self._intermediate.variables(inside, context.intermediate, context.backward)
                 made = {var for op in ops if context.is_backward(op) for var in op.equation.outvars}
+                # What the backward pass computes and nothing reads is not a gradient.
                 gradients = frozenset(filter(readers.count, made - intermediate))
             streams = frozenset[Var]()
             if self._rules.half_sums:
@@ -118,6 +121,7 @@ class DemandWalk:
         around = analysis.context
         scope = read.call_scope(around.scope_of(op), op.equation)
         scope = self._scopes.cache_key(f"{scope}/{inner.scope}" if inner.scope else scope)
+        # Flags for the results of the call become flags for the outputs of its jaxprs.
         backward, index = around.is_backward(op), op.inner.index(inner)
         flags = lambda found: [var in found for var in op.equation.outvars]
         intermediate = streams = decides = ()
@@ -129,6 +133,7 @@ class DemandWalk:
         held = self._decisions.loops.inside(op, known, flags(analysis.decisive))[index]
         if analysis.decisive or Held.CARRY in held:
             decides = self._decisions.outputs(op, flags(analysis.decisive), backward, known)[index]
+        # Flags that say nothing are left out, so that equal layers in other places share an analysis.
         return Context(
             scope,
             backward,
@@ -141,11 +146,9 @@ class DemandWalk:
         )
 
     def _tells_gradients(self, inside: Jaxpr) -> bool:
-        """Whether decisions depend on which products make the gradients of weights.
-
-        They do with a `reduce_dtype`, and if the program, the first jaxpr that is analysed, makes numbers of
-        booleans, such as one-hot labels.
-        """
+        """Whether decisions depend on which products make the gradients of weights."""
+        # They do with a `reduce_dtype`, and if the program makes numbers of booleans, such as one-hot labels.
+        # The first jaxpr that is analysed is the whole program.
         if self._is_told is None:
             casts = (
                 each for each in read.all_equations(inside) if each.primitive.name == "convert_element_type"
@@ -170,6 +173,7 @@ class DemandWalk:
 
     def _go_backwards(self, analysis: Analysis, wanted: Sequence[Wanted]) -> None:
         """Adds to the demand what each operation wants, from the last operation to the first."""
+        # When the walk reaches an operation, it has met all readers of its results.
         demand = analysis.demand
         demand.want_outputs(analysis.inside.outvars, wanted)
         absorbed: set[int] = set()  # The operations that regions compute.
@@ -181,7 +185,7 @@ class DemandWalk:
             is_absorbed = _absorb(index, result, analysis, absorbed)
             if ruling.category is not Category.CALL:
                 self._want_operands(op, ruling, result, is_absorbed, analysis)
-            elif is_absorbed:
+            elif is_absorbed:  # A `jnp.where` within a softmax.
                 demand.read_numbers(op.variables)
             else:
                 self._want_operands_of_call(op, analysis)
@@ -208,13 +212,14 @@ class DemandWalk:
             return takes_half, takes_half
         if ruling.category is not Category.INFER or ruling.reason:
             return False, False
+        # The kinds below `ARGUMENT` are those that may be in half, or are no float32 values.
         return False, all(analysis.estimates.of(var) < Kind.ARGUMENT for var in op.equation.outvars)
 
     def _want_operands_of_call(self, op: Op, analysis: Analysis) -> None:
         """Notes how the jaxprs of a call use its operands. Of several jaxprs the most careful one decides."""
         demand, invars = analysis.demand, op.equation.invars
         results = [demand.of_var(var) for var in op.equation.outvars]
-        wants: dict[int, Wanted] = {}
+        wants: dict[int, Wanted] = {}  # By the index of the operand.
         for inner in op.inner:
             inside = self._analyse_inside(op, inner, analysis, results)
             for index, role, var in zip(inner.operands, inner.roles, inside.inside.invars):
@@ -231,6 +236,7 @@ class DemandWalk:
     def _analyse_inside(
         self, op: Op, inner: Inner, analysis: Analysis, results: Sequence[Wanted]
     ) -> Analysis:
+        # The states of constants, from which their kinds follow, are found by `Planner.plan`.
         inputs = [Kind.ADAPTS for _ in read.constants(inner.jaxpr)]
         for index, role in zip(inner.operands, inner.roles):
             var = op.equation.invars[index]
@@ -242,10 +248,8 @@ class DemandWalk:
 
 
 def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]:
-    """Returns for each output of an inner jaxpr how it is wanted in half.
-
-    An output that is the carry of a loop is not wanted in half: a carry keeps its dtype.
-    """
+    """Returns for each output of an inner jaxpr how it is wanted in half."""
+    # The carry of a loop keeps its dtype. The predicate of a `while` is no result (None).
     return tuple(
         Wanted.NO if index is None or carry else results[index]
         for index, carry in zip(inner.results, inner.carries)
@@ -255,31 +259,28 @@ def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]
 def _absorb(index: int, result: Wanted, analysis: Analysis, absorbed: set[int]) -> bool:
     """Adds the operations of a region that ends here to `absorbed`. Returns whether a region computes this
     one.
-
-    The backward pass would keep the float32 values inside each GELU if the region did not ask for its sources
-    in half: a GPT-2 would read and write 7.8 % more bytes on an H100.
     """
     op = analysis.ops[index]
     region = analysis.region_of(op, result)
     if region is None:
         return index in absorbed and analysis.readers.are_only(op.equation.outvars[0], absorbed)
     absorbed |= region.members
+    # If the sources were not in half, the backward pass would keep the float32 values inside each GELU: a
+    # GPT-2 would read and write 7.8 % more bytes on an H100.
     analysis.demand.want(region.sources, Wanted.INDIRECTLY)
     analysis.demand.keep(region.extras)
     return True
 
 
 def _note_use(op: Op, demand: Demand) -> None:
-    """Notes whether an operation reads its operands as numbers, or makes integers or booleans of them.
-
-    A cast to integers or a comparison makes integers or booleans. What leads to it by element-wise operations
-    and moves alone should be exact: an identifier of 261 is another one than 260. Other operations that
-    return integers, such as `argmax`, compare numbers with each other, and a matmul of which integers are
-    made reads numbers.
-    """
+    """Notes whether an operation reads its operands as numbers, or makes integers or booleans of them."""
+    # What leads to a cast to integers or to a comparison by element-wise operations and moves alone should be
+    # exact: an identifier of 261 is another one than 260, and bfloat16 has only the latter.
     if _makes_integers(op):
         demand.read_exactly(op.variables)
         return
+    # Other operations that return integers, such as `argmax`, compare numbers with each other, and a matmul
+    # of which integers are made reads numbers.
     results = [demand.uses[var] for var in op.equation.outvars]
     if _is_numeric(op) or any(uses.as_number for uses in results):
         demand.read_numbers(op.variables)
@@ -303,10 +304,11 @@ def _wants(
     """Returns how an operation wants its operands in half. Its results are wanted as `result`."""
     if takes_half:
         return Wanted.BY_PRODUCTS_ONLY
-    if op.is_cast:
+    if op.is_cast:  # A cast of the program to the half dtype rounds the value as a product would.
         return Wanted.INDIRECTLY if op.equation.outvars[0].aval.dtype == half else result
     if ruling.category is Category.MOVE or (ruling.category is Category.INFER and op.traits.selects):
         return result
+    # Whoever reads a `tanh`: rounding its operand changes no more than rounding its result would.
     if ruling.category is Category.INFER and op.traits.saturates:
         return Wanted.INDIRECTLY
     return min(result, Wanted.INDIRECTLY) if gives_half else Wanted.NO
@@ -316,6 +318,7 @@ def _reads_in_float32(op: Op, ruling: Ruling, takes_half: bool, gives_half: bool
     """Whether an operation computes a float32 value. Its operands should then not be rounded."""
     if takes_half or (ruling.category is Category.INFER and op.traits.saturates):
         return False
+    # What passes a value on reads it in float32 where its own readers do.
     keeps = any(demand.uses[var].keep_float32 for var in op.equation.outvars)
     if ruling.category is Category.MOVE or op.traits.selects or op.is_cast:
         return keeps

@@ -53,6 +53,7 @@ class Dependence(abc.ABC):
             backward: whether the whole jaxpr is a part of a backward pass.
             held: for each input, what it holds of a loop around the jaxpr. Empty outside of loops.
         """
+        # Inside of a loop the jaxpr may have seeds of its own, whatever its outputs are.
         if not (self._enters(outputs) or Held.CARRY in held):
             return frozenset()
         inside = open_jaxpr(jaxpr)
@@ -62,6 +63,7 @@ class Dependence(abc.ABC):
             counts = lambda var: self._counts(var, known)
             found = set(filter(counts, itertools.compress(inside.outvars, outputs)))
             found.update(self._seeds(inside, known))
+            # One walk is enough: an operation stands behind those that make its operands.
             for op in reversed(self._ops_of(inside)):
                 results = [var in found for var in op.equation.outvars]
                 operands = self._operands(op, results, backward or op.is_transposed, known)
@@ -78,13 +80,15 @@ class Dependence(abc.ABC):
     ) -> list[tuple[bool, ...]]:
         """Returns a flag for each output of each jaxpr of a call, from flags for the results of the call.
 
-        The carry of a loop is flagged too if the next iteration computes something flagged from it. `held`
-        says what the variables around the call hold of a loop.
+        `held` says what the variables around the call hold of a loop.
         """
+        # The carry of a loop is flagged too if the next iteration computes something flagged from it. Flags
+        # are only added, so this ends.
         known = {index for index, is_found in enumerate(results) if is_found}
         inputs = self.loops.inside(op, held, results)
         while True:
             outputs = [self._outputs(op, inner, known) for inner in op.inner]
+            # A carry is the result with its number, and the input behind the constants.
             found = {
                 number - inner.constants
                 for inner, flags, each in zip(op.inner, outputs, inputs)
@@ -146,14 +150,12 @@ class Dependence(abc.ABC):
         """Whether an operation leads on to its operands. `is_found` says that one of its results is found."""
 
 
+# A variable is intermediate if an operation other than a move or a sum reads it. The cotangent of an
+# activation is intermediate. The gradient of an argument is not: only moves and sums lead from its product to
+# the end of the backward pass. So the products that make weight gradients are those whose results are not
+# intermediate. The search needs no forward pass, and works in loops and recomputed layers.
 class Intermediate(Dependence):
-    """The variables from which a backward pass computes something.
-
-    A variable is intermediate if an operation other than a move or a sum reads it. The cotangent of an
-    activation is intermediate. The gradient of an argument is not: only moves and sums lead from its product
-    to the end of the backward pass. So the products that make weight gradients are those whose results are
-    not intermediate. The search needs no forward pass, and works in loops and recomputed layers.
-    """
+    """The variables from which a backward pass computes something."""
 
     def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
         # Operations outside the backward pass, such as an optimizer's, read finished gradients.
@@ -161,12 +163,7 @@ class Intermediate(Dependence):
 
 
 class Streams(Dependence):
-    """The variables that a product or a norm of the forward pass reads later, as it reads a residual stream.
-
-    From a stream, norms compute what products take, so every operation is crossed. What a loop carries counts
-    only if a product of the next iteration depends on it: an accumulator, which only a product after the loop
-    reads, is not a stream.
-    """
+    """The variables that a product or norm of the forward pass reads later, as it reads a residual stream."""
 
     def outputs(
         self,
@@ -175,38 +172,35 @@ class Streams(Dependence):
         backward: bool,
         held: Mapping[Var, Held | None] = _NOTHING,
     ) -> list[tuple[bool, ...]]:
+        # What a loop carries counts only if a product of the next iteration depends on it: an accumulator,
+        # which only a product after the loop reads, is not a stream.
         carries = {index for inner in op.inner for index, carry in zip(inner.results, inner.carries) if carry}
         inside = [flag and index not in carries for index, flag in enumerate(results)]
         return super().outputs(op, inside, backward, held)
 
     def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
+        # From a stream, norms compute what products take, so every operation is crossed.
         is_forward = not backward or op.is_recomputed
         return is_forward and (is_found or op.traits.category is Category.ALLOW)
 
 
 class LoopDecisions(Dependence):
-    """The values on which the decisions of loops depend.
-
-    A loop decides by the predicate of a `while` whether it goes on. A loop to a tolerance stops when a
-    residual is small. Half products round each iterate, so the residual stays at their rounding error and the
-    loop does not end. A loop also decides by a selection whether it keeps what it carries, as a solver with
-    adaptive steps does when it rejects a step. With rounded errors it would accept other steps, also where a
-    backward pass repeats them. What these decisions depend on therefore stays in float32.
-
-    A value that no iteration changes is rounded in the same way each time, as if it were computed in front of
-    the loop, so it does not count: Sinkhorn's algorithm computes its costs in each iteration and once more
-    behind the loop, and both should be the same numbers. Of the other values, floating numbers and booleans
-    count. A counter of iterations is an integer, and so is the token that ends the decoding of a language
-    model: `argmax` gives the same token of logits in half. A check for finite numbers decides nothing that
-    rounding changes.
-    """
+    """The values on which the decisions of loops depend. They stay in float32."""
 
     def _outputs(self, op: Op, inner: Inner, results: set[int]) -> tuple[bool, ...]:
+        # A loop decides by the predicate of a `while` whether it goes on. A loop to a tolerance stops when a
+        # residual is small. Half products round each iterate, so the residual would stay at their rounding
+        # error, and the loop would not end.
         is_condition = op.name == "while" and inner is op.inner[0]
         return (True,) if is_condition else super()._outputs(op, inner, results)
 
     def _counts(self, var: Var, held: Mapping[Var, Held | None]) -> bool:
+        # A value that no iteration changes is rounded in the same way each time, as if it were computed in
+        # front of the loop: Sinkhorn's algorithm computes its costs in each iteration and once more behind
+        # the loop, and both should be the same numbers.
         is_fixed = is_literal(var) or held.get(var) is Held.FIXED
+        # An integer does not count: it is a counter, or the token that ends the decoding of a language model,
+        # and `argmax` gives the same token of logits in half. A token of effects has no dtype.
         dtype = None if is_fixed else getattr(var.aval, "dtype", None)
         return dtype is not None and (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.inexact))
 
@@ -214,17 +208,17 @@ class LoopDecisions(Dependence):
         return any(flags)
 
     def _seeds(self, inside: Jaxpr, held: Mapping[Var, Held | None]) -> Iterable[Var]:
-        """Yields the predicates of selections between a carried value and a newly computed one.
-
-        The derivative of a selection is not one of them: it selects between a cotangent and zeros. Nor is an
-        activation function of what the loop carries: no product computes its predicate.
-        """
+        """Yields the predicates of selections between a carried value and a newly computed one."""
+        # A loop also decides by a selection whether it keeps what it carries, as a solver with adaptive steps
+        # does when it rejects a step. With rounded errors it would accept other steps, also where a backward
+        # pass repeats them.
         for op in self._ops_of(inside) if held else ():
             if op.name == "select_n" and _decides(op, held):
                 yield op.equation.invars[0]
 
     def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
         del backward
+        # A check for finite numbers, of which `x != x` is one, decides nothing that rounding changes.
         is_check = op.name == "is_finite" or (
             op.traits.compares and len(set(op.variables)) < len(op.variables)
         )
@@ -232,6 +226,8 @@ class LoopDecisions(Dependence):
 
 
 def _decides(selection: Op, held: Mapping[Var, Held | None]) -> bool:
+    # The derivative of a selection does not decide: it selects between a cotangent and zeros, which are
+    # fixed. Nor does an activation function of what the loop carries: no product computes its predicate.
     predicate, *cases = (held_by(var, held) for var in selection.equation.invars)
     is_new = not {Held.CONSTANT, Held.FIXED} & set(cases)
     return predicate is Held.COMPUTED and Held.CARRY in cases and is_new
@@ -245,11 +241,9 @@ def _passes(op: Op) -> bool:
     return op.traits.keeps_gradient
 
 
+# JAX transposes what computes them, so the products among them are those of the backward pass.
 class Tangents:
-    """The variables that depend on the tangents of a forward-mode rule: a search forwards.
-
-    JAX transposes what computes them, so the products among them are those of the backward pass.
-    """
+    """The variables that depend on the tangents of a forward-mode rule: a search forwards."""
 
     def __init__(self, ops_of: Callable[[Jaxpr], Sequence[Op]]) -> None:
         self._ops_of = ops_of
@@ -277,9 +271,10 @@ class Tangents:
             inputs = [tuple(index in known for index in inner.operands) for inner in op.inner]
             if op.name not in LOOPS:
                 return inputs
-            body, flags = op.inner[-1], inputs[-1]
+            body, flags = op.inner[-1], inputs[-1]  # In front of the body a `while` has its condition.
             outvars = open_jaxpr(body.jaxpr).outvars
             inside = self.variables(body.jaxpr, flags)
+            # An output that is carried is the operand behind the constants in the next iteration.
             carried = {
                 body.operands[body.constants + index]
                 for index, (var, carry) in enumerate(zip(outvars, body.carries))

@@ -21,6 +21,7 @@ def decide_elementwise(op: Op, operands: Sequence[State], wanted: Wanted, half: 
         Kind.OTHER
     }
     is_wide = not kinds.isdisjoint(WIDE)
+    # A product rounds the result in any case. Stored in half, it takes half the memory until then.
     if is_wide and wanted >= Wanted.WITH_OTHERS:
         return store_half(op, operands, "products read its result")
     if Kind.HALF not in kinds:
@@ -35,6 +36,7 @@ def decide_elementwise(op: Op, operands: Sequence[State], wanted: Wanted, half: 
 
 def _without_half(op: Op, operands: Sequence[State], kinds: Set[Kind]) -> Decision:
     """Decides about an operation without a half operand, which runs in float32."""
+    # A result is no literal, and a computed value no longer of `keep_float32` or a rule: hence the bounds.
     kind = max({Kind.ADAPTS, *kinds}) if kinds.isdisjoint(WIDE) else Kind.FLOAT32
     constant = all(state.constant for state in operands)
     results = results_of(op, operands, State(kind, constant=constant))
@@ -57,6 +59,8 @@ def _why_stored(op: Op, operands: Sequence[State], half: np.dtype) -> str:
     rounded = [state.number for state in operands if op.traits.scales and _is_rounded(state, half)]
     if rounded:
         return f"{half.name} rounds the constant {rounded[0]:g}"
+    # The derivative of `x / y` has `y**-2`:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/lax.py#L5098.
     if op.traits.squares and half == jnp.float16 and not operands[-1].constant:
         return f"the derivative of {op.name} squares an input, which may overflow"
     if all(map(functools.partial(may_be_rounded, op), op.equation.invars, operands)):
@@ -65,19 +69,19 @@ def _why_stored(op: Op, operands: Sequence[State], half: np.dtype) -> str:
 
 
 def _is_rounded(state: State, half: np.dtype) -> bool:
-    """Whether `half` rounds the number of a literal by more than a quarter of the largest rounding error.
-
-    A rounded factor is off by the same share everywhere, while the errors of other roundings cancel out. In
-    float16 the 0.7 of a dropout doubles the error of the gradient.
-    """
+    """Whether `half` rounds the number of a literal by more than a quarter of the largest rounding error."""
+    # A rounded factor is off by the same share everywhere, while the errors of other roundings cancel out. In
+    # float16 the 0.7 of a dropout doubles the error of the gradient.
     if state.number is None or not np.isfinite(state.number):
         return False
     error = abs(float(np.asarray(state.number, half)) - state.number)
+    # The largest error of a rounding is eps / 2.
     return error > float(jnp.finfo(half).eps) / 8 * abs(state.number)
 
 
 def run_in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decision:
     """Runs an operation in float32. A result that is computed from literals alone adapts to its readers."""
+    # An operation with an effect, such as an `io_callback`, may give other numbers in each call.
     constant = all(state.constant for state in operands) and not op.equation.effects
     state = State(Kind.ADAPTS, constant=True) if constant else FLOAT32
     changed = any(state.is_half for state in operands)
@@ -91,14 +95,12 @@ def in_full(operands: Sequence[State]) -> Run:
 
 
 def in_half(op: Op, operands: Sequence[State]) -> tuple[Take, ...]:
-    """Returns how an operation takes its operands in half. It may broadcast some of them.
-
-    The gradient of a broadcast operand is a sum, so the operand is broadcast in float32 and cast after.
-    """
+    """Returns how an operation takes its operands in half. It may broadcast some of them."""
 
     def take(var: Var, state: State) -> Take:
         if state.kind == Kind.OTHER:
             return Take.AS_IS
+        # The gradient of a broadcast operand is a sum, in float32 if the cast comes after the broadcast.
         if op.traits.broadcasts and var.aval.ndim > 0 and not state.constant:
             return Take.HALF if var.aval.shape == op.equation.outvars[0].aval.shape else Take.BROADCAST
         return Take.HALF

@@ -1,8 +1,4 @@
-"""What the variables inside of a loop hold: a search forwards through a jaxpr.
-
-A loop decides by a selection between what it carries and what an iteration has computed with a product
-(`dependence.LoopDecisions`). So the search tells these two apart, and what no iteration changes.
-"""
+"""What the variables inside of a loop hold: a search forwards through a jaxpr."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,10 +8,11 @@ from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Jaxpr, Var, is_literal
 from .op import Held, Op
 
-LOOPS = ("scan", "while")
-"""The operations whose jaxprs run more than once."""
+LOOPS = ("scan", "while")  # The operations whose jaxprs run more than once.
 
 
+# A loop decides by a selection between what it carries and what an iteration has computed with a product
+# (`dependence.LoopDecisions`). So the search tells these two apart, and what no iteration changes.
 class Loops:
     """The search, once for each jaxpr and each set of inputs.
 
@@ -28,7 +25,7 @@ class Loops:
 
     def held(self, inside: Jaxpr, inputs: tuple[Held | None, ...]) -> dict[Var, Held | None]:
         """Returns what the variables of a jaxpr hold of a loop around it. None stands for anything else."""
-        if not inputs:
+        if not inputs:  # Outside of loops.
             return {}
         key = id(inside), inputs
         if key not in self._held:
@@ -57,6 +54,8 @@ class Loops:
         return [of_inputs(inner, operands) for inner in op.inner]
 
     def _held_by_results(self, op: Op, held: Mapping[Var, Held | None]) -> Held | None:
+        # Asked in this order: a product of constants is computed anew in each iteration, unless the operands
+        # are fixed. What has an effect, such as a callback, may differ between iterations.
         of_operands = {held[var] for var in op.variables}
         if of_operands <= {Held.FIXED} and not op.equation.effects:
             return Held.FIXED
@@ -64,6 +63,7 @@ class Loops:
             return Held.COMPUTED
         if of_operands <= {Held.CONSTANT, Held.FIXED} and not op.equation.effects:
             return Held.CONSTANT
+        # What is computed from a carry without a product, such as a counter, is neither (None).
         is_moved_carry = op.traits.category is Category.MOVE and Held.CARRY in of_operands
         return Held.CARRY if is_moved_carry else None
 

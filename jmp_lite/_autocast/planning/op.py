@@ -1,7 +1,4 @@
-"""Reads each equation of a jaxpr once, and keeps what the planner needs of it: the class `Op`.
-
-All later files of the planner take an `Op` in place of an equation. No decision changes it.
-"""
+"""Reads each equation of a jaxpr once, and keeps what the planner needs of it: the class `Op`."""
 
 import collections
 import dataclasses
@@ -29,6 +26,7 @@ from ..._paths import join
 from .rules import Rules
 
 
+# All later files of the planner take an `Op` in place of an equation, and no decision changes it.
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Op:
     equation: Equation
@@ -54,6 +52,8 @@ class Op:
 
     def moved_operand(self, result: int) -> int:
         """Returns the index of the operand that a move gives as its result at the index `result`."""
+        # A `sort` or an `optimization_barrier` moves each operand. Other moves have one operand, and further
+        # ones that say where to move it, such as the indices of a `gather`.
         return result if len(self.equation.outvars) == len(self.equation.invars) else 0
 
     def makes_adapting(self, out: Var) -> bool:
@@ -66,10 +66,9 @@ class Op:
 
 
 def grows(var: Var, out: Var) -> bool:
-    """Whether a result has more elements than an operand.
-
-    A symbolic size has no order: `jax.export` can compare it only with `==` and `!=`.
-    """
+    """Whether a result has more elements than an operand."""
+    # With `<`, JAX raises an error for the symbolic sizes of `jax.export`, and not with `!=`:
+    # https://docs.jax.dev/en/latest/export/shape_poly.html, https://github.com/jax-ml/jax/pull/14290.
     return math.prod(var.aval.shape) != math.prod(out.aval.shape)
 
 
@@ -86,6 +85,7 @@ def _read_op(equation: Equation, rules: Rules) -> Op:
         traits_of(name),
         category,
         scope_of(equation),
+        # What is on no list, such as a Pallas kernel, may hold jaxprs too. autocast does not enter them.
         inner_jaxprs(equation) if category is Category.CALL else (),
         tuple(var for var in equation.invars if not is_literal(var)),
         name == "convert_element_type",
@@ -100,14 +100,17 @@ def _read_op(equation: Equation, rules: Rules) -> Op:
 def _is_residual_sum(equation: Equation) -> bool:
     out = equation.outvars[0]
     same = all(not is_literal(var) and var.aval.shape == out.aval.shape for var in equation.invars)
+    # A sum of scalars, such as that of the terms of a loss, is not part of a residual stream.
     return same and is_float32(out) and bool(out.aval.shape)
 
 
 def _recomputes(equation: Equation) -> bool:
-    # With a `remat2` the program itself says what the loop keeps. JAX keeps no complex numbers by a policy.
     if equation.primitive.name != "scan" or equation.effects:
         return False
     body = equation.params["jaxpr"]
+    # With a `remat2` the program itself says what the loop keeps. And JAX rounds each value that a policy
+    # saves by a `reduce_precision`, which does not take complex numbers:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/ad_checkpoint.py#L708.
     return not holds(body, "remat2") and not holds_complex(body)
 
 
@@ -133,6 +136,7 @@ def readers_of(inside: Jaxpr, ops: Sequence[Op]) -> Readers:
     for index, op in enumerate(ops):
         for var in op.variables:
             readers[var].append(index)
+    # It stays a `defaultdict`: a variable that nothing reads has no readers.
     return Readers(readers, collections.Counter(var for var in inside.outvars if not is_literal(var)))
 
 
@@ -171,4 +175,5 @@ class Context:
         return join(self.scope, op.scope) if op.scope else self.scope
 
     def is_backward(self, op: Op) -> bool:
+        # What `jax.checkpoint` computes again gets the dtypes that it had in the forward pass.
         return (self.backward or op.is_transposed) and not op.is_recomputed

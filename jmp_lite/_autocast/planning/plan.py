@@ -1,7 +1,6 @@
 """The parts of a plan, as plain data.
 
-The planner decides about each equation, and writes an action. An action is all that the interpreter needs to
-run the equation. The interpreter carries the actions out and decides nothing.
+The planner writes an action for each equation. The interpreter carries the actions out and decides nothing.
 """
 
 import dataclasses
@@ -23,6 +22,7 @@ from .softmaxes import Region
 from .states import Kind, State
 
 
+# `AS_IS` is not `FLOAT32`: a value that was computed in half stays half, and an integer an integer.
 class Take(enum.Enum):
     """The dtype in which an operation or a call takes a value."""
 
@@ -55,6 +55,9 @@ class Run:
 class Product:
     """Runs a matmul whose gradients have dtypes of their own. The matmuls of the gradients take half."""
 
+    # JAX would take them from the matmul: its transpose has the same `preferred_element_type`
+    # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/lax.py#L5850), and so gives half for the
+    # gradient of a weight, also where that is then cast up: https://github.com/jax-ml/jax/issues/34330.
     operands: tuple[Take, ...]  # How it takes each operand.
     gradients: tuple[np.dtype, ...]  # The dtype that the matmul of each operand's gradient gives.
     params: dict[str, Any] = dataclasses.field(default_factory=dict)  # The parameters that change.
@@ -87,7 +90,7 @@ class Recompute:
     """Computes a region, such as a GELU, in float32 from half values, and again in the backward pass."""
 
     region: Region
-    equations: tuple[Equation, ...]  # The equations of the region, in order.
+    equations: tuple[Equation, ...]  # The equations of the region, in order. The last one makes its result.
     # Sums of a matmul's result and a bias among the sources of the region, which nothing else reads: how to
     # run each in half. The backward pass computes them again too, so that XLA never writes them.
     sums: dict[Var, tuple[Equation, Run]] = dataclasses.field(default_factory=dict)
@@ -111,10 +114,8 @@ class Inside:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The indexes of the half operands of the call that the jaxpr reads in float32.
-
-        Constants of loops enter in float32. A carry is one value an iteration, without a path beside it.
-        """
+        """The indexes of the half operands of the call that the jaxpr reads in float32."""
+        # Constants of loops enter in float32. A carry is one value an iteration, without a path beside it.
         invars = open_jaxpr(self.plan.jaxpr).invars
         inputs = zip(self.inner.operands, self.inner.roles, self.enter, invars)
         return tuple(
@@ -153,7 +154,7 @@ class Decision:
     results: tuple[State, ...]  # The state of each result.
     reason: str  # Why, in words.
     changed: bool = False  # Whether anything differs from the program as it was traced.
-    inner: tuple["Plan", ...] = ()  # The plans of the jaxprs inside the operation.
+    inner: tuple["Plan", ...] = ()  # The plans of the jaxprs inside the operation, changed or not.
     why: Why = Why.OTHER  # The kind of the reason.
     not_fp8: str = ""  # Why a product in bfloat16 is not in fp8; empty without fp8.
 
@@ -204,6 +205,7 @@ class Plan:
     pairs: Pairs = _NO_PAIRS  # The half variables whose gradients need a path in float32.
 
     def with_decisions(self, decisions: Sequence[Decision]) -> "Plan":
+        # A pass that has nothing to do gives the same plan: decisions are compared by identity.
         decisions = tuple(decisions)
         if decisions == self.decisions:
             return self
@@ -215,6 +217,7 @@ class Plan:
         results = tuple(state if is_literal(var) else states[var] for var, state in outvars)
         return dataclasses.replace(self, decisions=decisions, states=states, results=results)
 
+    # Cached, since each call of the jaxpr asks.
     @functools.cached_property
     def changed(self) -> bool:
         """Whether any decision differs from the program as it was traced."""

@@ -32,6 +32,7 @@ def by_first_rule(op: Op, ruling: Ruling, operands: Sequence[State], rules: Rule
     first = _first_rule(ruling, operands, rules)
     if first is None or not is_product(op):
         return ruling
+    # Whatever selects the product, its scope or an operand, the rule that the user wrote first counts.
     pattern, dtype = first
     if dtype != "float32":
         return ruling.otherwise or ruling
@@ -55,6 +56,7 @@ def decide_product(
         return run_in_float32(op, operands, dataclasses.replace(KEPT_BY_USER, category=Category.ALLOW))
     if reason := _why_float32(op, operands, wanted, analysis):
         return run_in_float32(op, operands, Ruling(Category.ALLOW, reason))
+    # From here on it takes half operands. Options say which dtype it gives, and whether it is in fp8.
     decision, rules = _product_in_half(op, operands, analysis), analysis.rules
     is_backward = analysis.context.is_backward(op)
     by_argument = [state.source.float32_result for state in operands if state.source is not None]
@@ -83,6 +85,8 @@ def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis) -> D
     action: Run | Product | WeightGradient = Run(takes, params)
     results = halves(op)
     makes_gradient = rules.reduce_dtype is not None and analysis.makes_gradient(op)
+    # In `autocast(grad(f))` this is the product of the gradient. In `grad(autocast(f))` JAX makes it later:
+    # here the product says which of its gradients should be in float32.
     if primitive in _GIVES_FLOAT32 and makes_gradient:
         reason += "; it makes a weight gradient, which it gives in float32"
         params["preferred_element_type"] = _FLOAT32_DTYPE
@@ -95,16 +99,15 @@ def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis) -> D
 
 
 def _half_params(op: Op, half: np.dtype) -> dict[str, Any]:
-    """Returns the parameters of a product that change in half. `precision` only applies to float32."""
+    """Returns the parameters of a product that change in half."""
+    # `precision` only applies to float32. A parameter that the program does not give stays as it is: JAX then
+    # takes the dtype of the operands.
     changed = {"preferred_element_type": half, "precision": None}
     return {name: value for name, value in changed.items() if op.equation.params.get(name) is not None}
 
 
 def _with_float32_result(decision: Decision, pattern: str, half: np.dtype) -> Decision:
     """Returns the decision about a product of half operands that gives float32.
-
-    The Tensor Core sums in float32, so the result is not rounded. The products of the derivatives take half
-    operands and give half, as they do for other products.
 
     Raises:
         ValueError: the operation cannot give float32 from half operands.
@@ -116,6 +119,8 @@ def _with_float32_result(decision: Decision, pattern: str, half: np.dtype) -> De
             f"float32_results='{pattern}' selects {op.name} in the scope '{op.scope}'. For a float32 result "
             "XLA would run it on float32 operands. Write a narrower pattern, or rules={'...': 'float32'}."
         )
+    # The Tensor Core sums in float32, so the result is not rounded. The products of the derivatives take half
+    # operands and give half, as they do for other products.
     params = {**action.params, "preferred_element_type": _FLOAT32_DTYPE}
     gradients = action.gradients if isinstance(action, Product) else (half, half)
     action = Product(action.operands, gradients, params)
@@ -132,6 +137,7 @@ def _in_float8(
     assert isinstance(action, (Run, Product, WeightGradient))
     if why_not := why_not_float8(decision.op.equation, _first_rule(ruling, operands, rules)):
         return dataclasses.replace(decision, not_fp8=why_not)
+    # Weights are cast to fp8 from float32, without a rounding to bfloat16 on the way (`float8_action`).
     are_arguments = [state.source is not None for state in operands]
     result = action.params.get("preferred_element_type")
     gradients = action.gradients if isinstance(action, Product) else ()
@@ -140,11 +146,8 @@ def _in_float8(
 
 
 def decide_outer(op: Op, operands: Sequence[State], wanted: Wanted, rules: Rules) -> Decision:
-    """Decides about a product without a sum, which runs as an element-wise operation does.
-
-    Its gradients are products of half operands. The outer product itself may need float32, such as the
-    product of positions and frequencies. In a backward pass it is on the allow list, and `_product` decides.
-    """
+    """Decides about a product without a sum, which runs as an element-wise operation does."""
+    # In a backward pass it is on the allow list, and `decide_product` decides.
     half = rules.dtype
     if any(state.kind == Kind.KEPT for state in operands):
         return run_in_float32(op, operands, dataclasses.replace(KEPT_BY_USER, category=Category.INFER))
@@ -152,6 +155,8 @@ def decide_outer(op: Op, operands: Sequence[State], wanted: Wanted, rules: Rules
     if decision.takes_half:
         action = Run(in_half(op, operands), _half_params(op, half))
         return dataclasses.replace(decision, action=action)
+    # The outer product itself may need float32, such as that of positions and frequencies. Its gradients sum,
+    # so they are products as others are, and take half operands.
     is_constant = all(state.constant for state in operands)
     gives_products = rules.halves_products and op.name == "outer_product" and not is_constant
     if not gives_products or any(state.wide_gradient for state in operands):

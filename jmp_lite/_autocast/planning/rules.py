@@ -19,6 +19,7 @@ from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from ..._paths import as_patterns, matches
 from ..._policy import Rule, rule_pairs
 
+# The types of three parameters of `autocast`, whose docstring explains them.
 Operations = Iterable[str | Primitive] | None
 """Primitives, by name (`"exp"`) or as the primitive (`jax.lax.exp_p`); `"-exp"` takes one off its list."""
 
@@ -54,6 +55,7 @@ class Rules:
     optional: frozenset[str] = frozenset()  # The patterns of `scopes` that may select nothing.
 
     def category_of(self, name: str) -> Category:
+        # A primitive that neither the table nor the user names keeps its dtypes, such as one of a package.
         return self.categories.get(name, Category.AS_TRACED)
 
     def ablations(self) -> Iterator[tuple[str, "Rules"]]:
@@ -118,6 +120,7 @@ def make_rules(
         TypeError, ValueError: an option is not one that autocast takes.
     """
     float8 = _is_float8(dtype)
+    # fp8 is an action of a plan for bfloat16 (`_float8`): all other operations run as in bfloat16.
     half = np.dtype(jnp.bfloat16) if float8 else parse_dtype(dtype)
     if half not in (jnp.float16, jnp.bfloat16, jnp.float32):
         raise ValueError(
@@ -165,7 +168,7 @@ def _change(categories: dict[str, Category], options: dict[Category, Operations]
                 raise ValueError(
                     f"The operation '{name}' was given twice, in {given[name]}= and in {category.value}=."
                 )
-            given[name] = category.value
+            given[name] = category.value  # For an error about a second entry, in this option or another.
             written[name] = f"{category.value}=['{'-' if taken_off else ''}{name}']"
             if not taken_off:
                 _check(category, name)
@@ -182,6 +185,8 @@ def _change(categories: dict[str, Category], options: dict[Category, Operations]
 
 def _check(category: Category, name: str) -> None:
     """Raises a ValueError if the primitive `name` cannot be on a list."""
+    # Deny may name it, since the program computes it in float32. A primitive without a row may be on any
+    # list: only its author knows whether it has a half version.
     if (
         category is not Category.DENY
         and name in PRIMITIVES
@@ -194,7 +199,7 @@ def _check(category: Category, name: str) -> None:
 
 
 def _entries(option: str, entries: Operations) -> Iterable[str | Primitive]:
-    if isinstance(entries, (str, Primitive)):
+    if isinstance(entries, (str, Primitive)):  # A string would be read as a list of its characters.
         raise TypeError(f"{option}= is a list of operations. Got {entries!r}; write {option}=[{entries!r}].")
     if entries is not None and not isinstance(entries, Iterable):
         raise TypeError(f"{option}= is a list of operations, such as ['tanh']. Got {entries!r}.")
@@ -243,6 +248,7 @@ def _scopes(
 ) -> tuple[tuple[tuple[str, str], ...], frozenset[str]]:
     """Returns the pairs of patterns and dtypes, and the patterns of optional rules."""
     given = rule_pairs(rules)
+    # A rule as a pair, or of a mapping, has no field for it, and so has to select something.
     optional = frozenset(each.pattern for each in given if isinstance(each, Rule) and each.optional)
     return tuple(_scope(each, half, float8) for each in given), optional
 
@@ -262,6 +268,7 @@ def _scope(rule: Any, half: np.dtype, float8: bool) -> tuple[str, str]:
         f"It may give float32, or the dtype of the autocast ({half.name}) for an exception within a wider "
         f"rule{f', or {FLOAT8!r}' if float8 else ''}."
     )
+    # `parse_dtype` does not know for which option it reads, so its error becomes one about this rule.
     try:
         name = FLOAT8 if _is_float8(dtype) else parse_dtype(dtype).name
     except (TypeError, ValueError) as error:

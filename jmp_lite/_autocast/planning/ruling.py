@@ -1,8 +1,7 @@
 """The pass of the planner before it knows what is wanted in half: a ruling and an estimate, forwards.
 
 The ruling says how the user's options, the scopes and the table treat an operation. The estimate says which
-values stay float32 in any case; `ADAPTS` estimates a value that may be in half. The backward pass (`demand`)
-uses the estimates: it asks whether an operation can give a half result.
+values stay float32 in any case; `ADAPTS` estimates a value that may be in half.
 """
 
 import dataclasses
@@ -92,6 +91,7 @@ class RulingWalk:
             ruling = self._ruling(op, scope)
             if self._rules.half_sums and self._continues_stream(op, ruling, streams):
                 ruling = self._ruling_on_sum(ruling, scope)
+            # A rule that gives half wins over the decision of a loop.
             if decisive and _decides(op, ruling, decisive) and not self._rules.gives_half(scope):
                 ruling = dataclasses.replace(ruling, reason=_DECIDES, why=Why.LOOP)
             rulings.append(ruling)
@@ -99,22 +99,21 @@ class RulingWalk:
         return tuple(rulings)
 
     def _continues_stream(self, op: Op, ruling: Ruling, streams: Set[Var]) -> bool:
-        """Whether an operation is a sum of a residual stream.
-
-        Such a sum adds the result of a product, and products or norms read it. Other sums of two arrays, such
-        as those of log-probabilities in a loss or those of an accumulator, may need float32. Nor is a sum
-        of slices of one array a stream: `lax.associative_scan` computes a recursion by such sums.
-        """
+        """Whether an operation is a sum of a residual stream: of a matmul's result, for matmuls or norms."""
+        # Other sums of two arrays, such as those of log-probabilities in a loss or those of an accumulator,
+        # may need float32.
         if op.name != "add" or self._context.is_backward(op) or ruling.reason:
             return False
         if not op.is_residual_sum:
             return self._adds_bias(op) and not streams.isdisjoint(op.equation.outvars)
         # A sum may continue a stream that only a loss reads: casts by hand would round it too.
         is_read = not streams.isdisjoint(op.equation.outvars) or not self._half_sums.isdisjoint(op.variables)
+        # `lax.associative_scan` computes a recursion by sums of the even and odd elements of one array.
         is_of_slices = bool(frozenset.intersection(*map(self._slices, op.variables)))
         return is_read and not is_of_slices and self._adds_product(op)
 
     def _adds_product(self, op: Op) -> bool:
+        # What adapts may be a product's result that a call or a loop returns.
         may_be_half = Kind.ADAPTS in map(self.estimates.of, op.equation.invars)
         return may_be_half or not self._of_products.isdisjoint(op.variables)
 
@@ -135,7 +134,7 @@ class RulingWalk:
 
     def _ruling(self, op: Op, scope: str) -> Ruling:
         if op.category is Category.CALL:
-            return _CALL
+            return _CALL  # Each operation inside has a scope and a ruling of its own.
         if reason := self._scopes.why_as_traced(scope):
             return self._ruling_as_traced(reason, op, scope)
         if op.is_cast:
@@ -151,13 +150,11 @@ class RulingWalk:
         return self._ruling_on_product(op, scope) if is_product(op) else _BY_OPERANDS[op.category]
 
     def _ruling_as_traced(self, reason: str, op: Op, scope: str) -> Ruling:
-        """Returns the ruling on an operation of a scope that stays as it was traced.
-
-        If a rule keeps the scope of a product in float32, the rule of an argument may come first.
-        """
+        """Returns the ruling on an operation of a scope that stays as it was traced."""
         if scope not in self._scopes.kept_by_rules:
             asked = reason == INSIDE_FULL_PRECISION
             return Ruling(Category.AS_TRACED, reason, Why.OPTION if asked else Why.OTHER)
+        # The rule of an argument of the product may come before that of its scope (`by_first_rule`).
         kept = Ruling(Category.AS_TRACED, reason, Why.RULE)
         rule = self._scopes.rule_for(scope) if is_product(op) else None
         if rule is None:
@@ -174,12 +171,14 @@ class RulingWalk:
             pattern = "" if is_backward else first_match(rules.float32_results, scope)
             return Ruling(op.category, reason, float32_result=pattern, rule=rule, is_first=is_first)
         # In a backward pass an outer product is the gradient of a product, and runs as the others do.
+        # A user who takes `dot_general` off the allow list means these too.
         is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
         category = Category.ALLOW if is_gradient and not reason else op.category
         return Ruling(category, reason, rule=rule, is_first=is_first)
 
     def _note(self, op: Op, ruling: Ruling) -> None:
         """Notes what later rulings ask about the results of an operation."""
+        # A sum of `half_sums` may add what a reshape or a dropout makes of a product's result.
         passes_on = ruling.category in _BY_OPERANDS and not self._of_products.isdisjoint(op.variables)
         if passes_on or ruling.is_half_product:
             self._of_products.update(op.equation.outvars)
@@ -198,12 +197,10 @@ class RulingWalk:
         return self._sliced.get(var, frozenset())
 
 
+# The demand asks them whether an operation can give a half result. One that certainly runs in float32 does
+# not want its other operands in half: so a residual stream that nothing normalizes stays float32.
 class Estimates:
-    """The estimated kind of each variable of a jaxpr.
-
-    A residual stream that nothing normalizes stays float32 because of them: an operation that certainly runs
-    in float32 does not want its other operands in half.
-    """
+    """The estimated kind of each variable of a jaxpr."""
 
     def __init__(self, kinds: Iterable[tuple[Var, Kind]]) -> None:
         self._kinds = dict(kinds)
@@ -218,6 +215,7 @@ class Estimates:
 
     def _of_result(self, op: Op, ruling: Ruling, index: int) -> Kind:
         operands = list(map(self.of, op.equation.invars))
+        # What is computed from numbers alone is a number, unless an effect, as of an `io_callback`, makes it.
         is_constant = not op.equation.effects and all(kind == Kind.LITERAL for kind in operands)
         if is_constant and ruling.why is not Why.KEEP_FLOAT32:
             return Kind.LITERAL
@@ -253,6 +251,7 @@ _BY_OPERANDS = {category: Ruling(category) for category in (Category.INFER, Cate
 
 def _decides(op: Op, ruling: Ruling, decisive: Set[Var]) -> bool:
     """Whether an operation that may run in half computes what the predicate of a loop depends on."""
+    # A move needs no ruling: it moves what another operation has computed in float32.
     may_be_half = ruling.category in (Category.ALLOW, Category.INFER) and not ruling.reason
     is_decisive = may_be_half and not decisive.isdisjoint(op.equation.outvars)
     return is_decisive and any(map(read.is_float32, op.equation.invars))
@@ -272,8 +271,9 @@ def _why_not_half(equation: Equation, rules: Rules) -> str:
 
 def _what_the_program_asks(equation: Equation, floating: Sequence[Var]) -> str:
     """Returns in words for which precision or result the program asks; empty if it asks for none."""
-    # JAX multiplies a float32 cotangent by a half operand (https://github.com/jax-ml/jax/issues/10818), and
-    # names the arithmetic of the half product.
+    # JAX multiplies a float32 cotangent by a half operand (https://github.com/jax-ml/jax/issues/10818), with
+    # the precision for which the program asks in the half product:
+    # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/lax.py#L5849.
     own = {"F16_F16_F32", "BF16_BF16_F32"} if not all(map(read.is_float32, floating)) else set[str]()
     if asked := precisions(equation) - own:
         return f"the program asks for precision {' and '.join(sorted(asked))}"
@@ -290,6 +290,7 @@ def _estimate_of_float32(op: Op, ruling: Ruling, operands: list[Kind], index: in
         return Kind.KEPT
     if op.is_cast:
         (source,) = op.equation.invars
+        # `x.astype(jnp.float32)` of a float32 value, which JAX traces if it is weakly typed, does nothing.
         return operands[0] if read.is_float32(source) else _estimate_of_cast(source.aval.dtype)
     if ruling.category is Category.MOVE:
         return _estimate_of_move(op, operands, index)
@@ -316,6 +317,7 @@ def _estimate_of_move(op: Op, operands: list[Kind], index: int) -> Kind:
 def _estimate_of_cast(source: jnp.dtype) -> Kind:
     if source == jnp.bool_:
         return Kind.BINARY
+    # The program has widened a half value of its own: it asks for float32. Integers may fit half.
     return Kind.FLOAT32 if jnp.issubdtype(source, jnp.floating) else Kind.ADAPTS
 
 
@@ -329,6 +331,7 @@ def _estimate_of_call(op: Op, index: int) -> Kind:
     ]
     if read.is_float32(op.equation.outvars[index]) and any(carry for _, _, carry in outputs):
         return Kind.FLOAT32
+    # `jax.nn.one_hot` is a jitted function, whose result is a cast of booleans.
     is_binary = all(_is_cast_from_bool(jaxpr, jaxpr.outvars[number]) for jaxpr, number, _ in outputs)
     return Kind.BINARY if is_binary else Kind.ADAPTS
 

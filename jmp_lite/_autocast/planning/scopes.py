@@ -14,12 +14,15 @@ def by_rule(pattern: str) -> str:
 
 
 INSIDE_FULL_PRECISION = "inside full_precision"
+# Why the scopes of this library stay as they were traced. A scope is a name in the name stack of an equation,
+# where every transform of JAX keeps it (https://github.com/jax-ml/jax/pull/8395): so it holds in a backward
+# pass and in a loop too, where a Python context would be over.
 _OWN_SCOPES = {
     AUTOCAST_SCOPE: "another autocast has decided",
     FULL_PRECISION_SCOPE: INSIDE_FULL_PRECISION,
     SOLVER_SCOPE: "inside a linear solver: rounding would slow it down, or stop it too early",
 }
-"""Why the scopes of this library stay as they were traced."""
+# What a pattern of each option should have selected, as the end of an error's first sentence.
 _SELECTS_NOTHING = {
     "float32_results": (
         "matmul with half inputs: either nothing has that name, or its matmuls already run in float32. "
@@ -37,21 +40,18 @@ class Scopes:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._used: set[str] = set()
-        self._selecting: set[tuple[str, str]] = set()
-        self._seen: set[str] = set()
+        self._used: set[str] = set()  # The patterns of `rules` that were the first to select something.
+        self._selecting: set[tuple[str, str]] = set()  # Those of other options (`note_used`).
+        self._seen: set[str] = set()  # The scopes and arguments of the program, for the hints of errors.
         self._reasons: dict[str, str] = {}
         # The scopes that a rule keeps in float32, of those that `why_as_traced` was asked about.
         self.kept_by_rules: set[str] = set()
 
     def cache_key(self, scope: str) -> str:
-        """Returns the part of a scope on which decisions depend.
-
-        Plans are kept by this key. Without rules it is the name of a scope that autocast leaves as it is, or
-        empty, so that a function that is called in many scopes is planned once.
-        """
+        """Returns the part of a scope on which decisions depend: plans are kept by this key."""
         if self._rules.scopes or self._rules.float32_results or self._rules.half_sums:
             return scope
+        # Without patterns, a function that is called in many scopes, such as a layer, is planned once.
         return next((name for name in _OWN_SCOPES if name in scope), "")
 
     def why_as_traced(self, path: str) -> str:

@@ -1,13 +1,7 @@
 """Finds the softmaxes in a jaxpr, with the masks in front of them and the dropout behind them.
 
 A softmax is a region (`regions`): autocast computes it in float32 from half scores, and keeps half values for
-the backward pass. JAX would keep the sum of each row as well, so XLA would run one more kernel, which reads
-all scores to write these sums. Without this kernel, the softmaxes of a GPT-2 move a sixth fewer bytes on an
-H100.
-
-The derivative of a softmax needs its weights alone, and the matmul behind it keeps them in half in any case.
-So nothing else is kept of a softmax that ends with its division. One with dropout behind it keeps its scores,
-and is computed again.
+the backward pass.
 """
 
 import dataclasses
@@ -19,12 +13,12 @@ from ..._jaxpr.primitives import traits_of
 from ..._jaxpr.read import Equation, Var, equations, is_float32, is_of_gradient, name_of, open_jaxpr
 from .op import Op, Readers
 
+# XLA computes a softmax in one kernel on an H100 if its rows have at most this many numbers.
 LONGEST_ROW = 16384
-"""XLA computes a softmax in one kernel on an H100 if its rows have at most this many numbers."""
+# XLA pads other rows for Tensor Cores. A softmax that is computed again would read the scores without the
+# padding, which XLA then writes as well: at 257 tokens that is 11 % of the bytes of an attention layer. One
+# that keeps its weights alone moves 16 % less there.
 ALIGNMENT = 8
-"""XLA pads other rows for Tensor Cores. A softmax that is computed again would read the scores without the
-padding, which XLA then writes as well: at 257 tokens that is 11 % of the bytes of an attention layer. One
-that keeps its weights alone moves 16 % less there."""
 
 _MOVES = {"broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "transpose"}
 
@@ -47,11 +41,15 @@ class Region:
     extras: tuple[Var, ...]  # The other operands of a softmax: masks, and float32 scalars.
     members: frozenset[int]  # The indexes of the operations that compute it.
     barrier: Barrier  # That of a softmax is `SOURCES`.
-    logits: Var | None = None  # Of a softmax that ends with its division: what the exponentials are made of.
+    # Of a softmax that ends with its division: what the exponentials are made of. Its derivative needs the
+    # weights alone, and the matmul behind it keeps them in half in any case, so nothing else is kept.
+    logits: Var | None = None
 
 
 def find_softmaxes(ops: Sequence[Op], readers: Readers) -> dict[Var, Region]:
     """Returns the softmaxes over the last axis among the operations `ops` of a jaxpr, by their results."""
+    # JAX would keep the sum of each row for the backward pass, and XLA would run one more kernel, which reads
+    # all scores to write these sums. Without it, a GPT-2's softmaxes move a sixth fewer bytes on an H100.
     # The operations with one result. Others are never a part of a softmax.
     made_by = {op.equation.outvars[0]: n for n, op in enumerate(ops) if len(op.equation.outvars) == 1}
     found: dict[Var, Region] = {}
@@ -72,6 +70,7 @@ def find_softmaxes(ops: Sequence[Op], readers: Readers) -> dict[Var, Region]:
 
 def _starts(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) -> bool:
     """Whether an operation makes the row sums of a softmax of which the program takes no derivative."""
+    # In `autocast(grad(f))` the backward pass of the program reads parts of its softmaxes.
     if op.name != "reduce_sum" or op.is_listed or is_of_gradient(op.equation):
         return False
     return _sums_exponentials(op, ops, made_by)
@@ -98,10 +97,8 @@ def _is_padded(weights: Var) -> bool:
 
 
 def _has_bias(softmax: Region, ops: Sequence[Op]) -> bool:
-    """Whether a softmax adds a position bias.
-
-    If the softmax were computed again, XLA would write its gradient twice, in float32 and in half.
-    """
+    """Whether a softmax adds a position bias."""
+    # If such a softmax were computed again, XLA would write its gradient twice, in float32 and in half.
     readers = [ops[member] for member in softmax.members]
     return any(_is_bias(var, readers) for var in softmax.extras)
 
@@ -109,11 +106,12 @@ def _has_bias(softmax: Region, ops: Sequence[Op]) -> bool:
 def _softmax(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int], after: Set[Var]) -> Region:
     """Returns `out` as a function of the values from which a softmax is computed."""
     members: set[int] = set()
-    operands: dict[Var, None] = {}
+    operands: dict[Var, None] = {}  # A dict for its order: equal layers then give equal regions.
     open_vars = [out]
     while open_vars:
         var = open_vars.pop()
         index = made_by.get(var)
+        # The search ends where something other than a part of a softmax, such as a matmul, makes the value.
         if index is None or not (var in after or _is_part(ops[index])):
             operands[var] = None
         elif index not in members:
@@ -125,11 +123,7 @@ def _softmax(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int], after: Set
 
 
 def _logits(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int]) -> Var | None:
-    """Returns x if `out` is exp(x) / sum(exp(x), -1, keepdims=True); None if it is computed in another way.
-
-    A number that is subtracted from a whole row, such as its maximum, changes nothing, so x is taken before
-    the subtraction.
-    """
+    """Returns x if `out` is exp(x) / sum(exp(x), -1, keepdims=True); None if it is computed otherwise."""
     division, of_rows = ops[made_by[out]], (*out.aval.shape[:-1], 1)
     made = _makers(division, ops, made_by)
     if division.name != "div" or [each.name for each in made] != ["exp", "broadcast_in_dim"]:
@@ -138,6 +132,7 @@ def _logits(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int]) -> Var | No
     exponentials, totals = division.variables
     if totals.aval.shape != of_rows or not _sums_rows(_makers(total, ops, made_by), exponentials):
         return None
+    # A number that is subtracted from a whole row, such as its maximum, changes nothing.
     for shift in _makers(exp, ops, made_by):
         if shift.name == "sub" and _is_part(shift) and shift.variables[-1].aval.shape == of_rows:
             return shift.variables[0]
@@ -160,6 +155,7 @@ def _sums_exponentials(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) ->
     if not _is_over_rows(op):
         return False
     made = _makers(op, ops, made_by)
+    # `jax.nn.softmax(where=...)` sums `where(mask, exp, 0)`.
     if made and _masks(made[0]):
         made = _makers(made[0], ops, made_by)
     return any(each.name in ("exp", "exp2") and not each.is_listed for each in made)
@@ -176,6 +172,7 @@ def _makers(op: Op, ops: Sequence[Op], made_by: Mapping[Var, int]) -> list[Op]:
 def _is_over_rows(op: Op) -> bool:
     shape = op.equation.invars[0].aval.shape
     is_last = tuple(op.equation.params["axes"]) == (len(shape) - 1,)
+    # A symbolic size of `jax.export` cannot be compared with the limit.
     return is_last and isinstance(shape[-1], int) and shape[-1] <= LONGEST_ROW
 
 
@@ -193,7 +190,7 @@ def _is_elementwise(name: str, equation: Equation, operands: Sequence[Var]) -> b
         return True
     if name == "convert_element_type":
         return equation.params["new_dtype"] in ("float32", "bool")
-    if name == "jit":  # Such as jnp.where.
+    if name == "jit":  # Such as `jnp.where`, which masks scores or drops weights.
         inside = equations(equation.params["jaxpr"])
         return all(_compares_or_selects(name_of(each), each) for each in inside)
     return traits_of(name).pointwise and any(map(is_float32, operands))
@@ -205,7 +202,8 @@ def _compares_or_selects(name: str, equation: Equation) -> bool:
 
 
 def _is_bias(var: Var, readers: Iterable[Op]) -> bool:
-    """Whether an operand of a softmax is a float32 array but not a mask. Flax has float32 masks too."""
+    """Whether an operand of a softmax is a float32 array but not a mask."""
+    # Flax's `make_causal_mask` gives a float32 mask by default, and `jnp.where` compares it with zero.
     if not is_float32(var) or _size(var) == 1:
         return False
     return not all(_only_compares(op.equation, var) for op in readers if var in op.variables)
@@ -216,6 +214,7 @@ def _only_compares(equation: Equation, var: Var) -> bool:
     if equation.primitive.name != "jit":
         return traits_of(name_of(equation)).compares
     inside = open_jaxpr(equation.params["jaxpr"])
+    # A call may take the same operand several times.
     inner = [inner for inner, outer in zip(inside.invars, equation.invars) if outer is var]
     readers = (each for each in equations(inside) if any(x is y for x in each.invars for y in inner))
     return all(traits_of(name_of(each)).compares for each in readers)

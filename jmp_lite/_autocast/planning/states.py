@@ -1,8 +1,4 @@
-"""States: what autocast knows of a value. The functions say how an operation changes a state.
-
-Only float32 values are ever changed. The planner uses the kinds twice: as a first estimate of each value,
-before it knows what is wanted in half (`ruling`), and as its final state (`decide`).
-"""
+"""States: what autocast knows of a value. The functions say how an operation changes a state."""
 
 import dataclasses
 import enum
@@ -14,6 +10,8 @@ from ..._jaxpr.read import Var, is_float32
 from .op import Op
 
 
+# The planner uses the kinds twice: as a first estimate of each value, before it knows what is wanted in
+# half (`ruling`), and as its final state (`decide`).
 class Kind(enum.IntEnum):
     """The kind of a value. Among several operands the largest kind decides."""
 
@@ -77,6 +75,7 @@ def moved(op: Op, state: State, out: Var) -> State:
     """Returns the state of an operand after a move. A broadcast or looked-up argument then adapts."""
     if not is_float32(out) or state.kind != Kind.ARGUMENT:
         return state
+    # The rows of a table that is computed, such as `2 * table`, stay float32.
     if not op.makes_adapting(out) or (state.source is None and op.name == "gather"):
         return state
     # The gradient of a broadcast or looked-up argument is a sum of its own, in float32.
@@ -90,30 +89,30 @@ def broadcast(op: Op, var: Var, kind: Kind) -> Kind:
 
 
 def may_be_rounded(op: Op, var: Var, state: State) -> bool:
-    """Whether an operation may take an operand in half: a half value, a literal, or a parameter that it adds.
-
-    A factor may leave the range of half where the product does not.
-    """
+    """Whether an operation may take an operand in half: half, a literal, or a parameter that it adds."""
     if broadcast(op, var, state.kind) not in (Kind.BINARY, Kind.ADAPTS):
         return True
+    # A factor may leave the range of half where the product does not. A scalar argument is not rounded
+    # either: all elements would be off by the same amount, while the roundings of an array cancel out.
     return state.source is not None and var.aval.ndim > 0 and not op.traits.scales
 
 
 def entering(op: Op, state: State, role: Role) -> State:
     """Returns the state of an operand of a call inside the jaxpr that takes it."""
-    if op.name == "custom_linear_solve" and state.is_half:  # It takes no pairs.
+    # The solver runs in float32 (`SOLVER_SCOPE`), and its handler takes no pairs.
+    if op.name == "custom_linear_solve" and state.is_half:
         return FLOAT32
     if role is not Role.CARRY:
         return state
-    # A value that changes from one iteration to the next is not a constant.
+    # A value that changes from one iteration to the next is neither a constant nor an argument, and what the
+    # body makes of it has to fit the dtype with which the loop starts.
     return OTHER if state.kind == Kind.OTHER else FLOAT32
 
 
 def leaving(op: Op, state: State, carry: bool, stacked: bool) -> State:
-    """Returns the state of a result of a call outside of it. `stacked` says that a scan stacks it in half.
-
-    A carry is float32, except for a sum that `half_sums` selects.
-    """
+    """Returns the state of a result of a call outside of it. `stacked` says that a scan stacks it in half."""
+    # A carry is float32, except for a sum that `half_sums` selects: the planner has made that carry half from
+    # the first iteration on (`Planner._plan_inside`).
     if state.kind == Kind.OTHER or (op.name == "scan" and state.half_sum):
         return state
     return FLOAT32 if carry else HALF if stacked and state.kind in WIDE else state
@@ -128,7 +127,8 @@ def join(first: State, second: State) -> State:
     if first.is_half and second.is_half:
         return HALF
     if Kind.HALF in (first.kind, second.kind):
-        return FLOAT32
+        return FLOAT32  # JAX wants one dtype of all branches.
+    # What is a number, or zeros and ones, in one branch only is neither behind the `cond`.
     return State(max(first.kind, second.kind, Kind.ADAPTS))
 
 
@@ -140,8 +140,10 @@ def fits(value: float, half: np.dtype) -> bool:
         [True, True, False, False]
     """
     value = float(value)
-    if not np.isfinite(value):
+    if not np.isfinite(value):  # Both halves have inf and NaN: `-inf` fills masks.
         return True
+    # A normal number is off by 0.4 % at most, in bfloat16. So this refuses what overflows, and subnormal
+    # numbers of float16 that have too few bits left.
     with np.errstate(over="ignore", under="ignore"):
         rounded = float(np.asarray(value, half))
     return abs(rounded - value) <= 0.02 * abs(value)

@@ -9,14 +9,11 @@ from ..._jaxpr.read import Var, is_float32, is_literal
 from .op import Op
 
 
+# The order is that of how much may be rounded. An operation that computes wants its operands at most as much
+# as its result is wanted (`min`); a move wants its operand as its result is wanted. Of several branches the
+# most careful one decides (`min`), of several results the one that is wanted most (`max`).
 class Wanted(enum.IntEnum):
-    """How much the readers of a value want the value in half.
-
-    The order is that of how much may be rounded. An operation that computes wants its operands at most as
-    much as its result is wanted (`min`); a move wants its operand as its result is wanted. Of several
-    branches the most careful one decides (`min`), and an operation with several results goes by the one that
-    is wanted most (`max`).
-    """
+    """How much the readers of a value want the value in half."""
 
     EXACT = -1  # Only integers and booleans are computed from the value, and rounding would change them.
     NO = 0
@@ -42,6 +39,7 @@ class Uses:
     @property
     def keep_float32(self) -> bool:
         """Whether an operation reads it in float32 and should not read a rounded value."""
+        # One that `half_sums` selects is in half by the user's wish, so its readers read it rounded.
         return not self.is_half_sum and (self.in_float32 or (self.by_sums and not self.by_products))
 
     @property
@@ -55,6 +53,7 @@ class Uses:
             return Wanted.WITH_OTHERS
         if self.is_exact:
             return Wanted.EXACT
+        # From here on: may it be rounded, and would a reader round it in any case?
         if not self.in_half or self.keep_float32:
             return Wanted.NO
         if not self.by_products:
@@ -63,6 +62,7 @@ class Uses:
 
     def add_call(self, inside: "Uses", is_carry: bool) -> None:
         """Adds the uses of the variable inside of a call. A carry is a float32 number in any case."""
+        # `in_half` and `by_products` follow from the answer of all jaxprs of the call (`DemandWalk`).
         self.in_float32 |= is_carry or inside.in_float32
         self.by_sums |= inside.by_sums
         if is_carry or inside.as_number:
@@ -90,6 +90,7 @@ class Demand:
         """Notes how the caller of the jaxpr wants its outputs."""
         for var, want in zip(outvars, wanted):
             if not is_literal(var):
+                # An output counts as a reader (`Readers.count`), and wants what the readers outside want.
                 self.want([var], want)
                 (self.read_exactly if want is Wanted.EXACT else self.read_numbers)([var])
                 self.uses[var].in_float32 |= want <= Wanted.NO
@@ -105,6 +106,7 @@ class Demand:
 
     def want(self, variables: Iterable[Var], wanted: Wanted) -> None:
         if wanted > Wanted.NO:
+            # `by_products` counts readers, so a variable that an operation reads twice counts twice.
             for var in filter(is_float32, variables):
                 self.uses[var].in_half = True
                 self.uses[var].by_products += wanted >= Wanted.WITH_OTHERS
@@ -118,10 +120,8 @@ class Demand:
                 self.uses[var].in_float32 = True
 
     def note_sum(self, var: Var, in_half: bool) -> None:
-        """Notes a residual sum. One that another sum reads stays float32, unless `half_sums` selects it.
-
-        If a residual stream were rounded at each sum, its rounding errors would pile up.
-        """
+        """Notes a residual sum. One that another sum reads stays float32, unless `half_sums` selects it."""
+        # If a residual stream were rounded at each sum, its rounding errors would pile up.
         uses = self.uses[var]
         uses.is_half_sum = in_half
         uses.in_float32 |= uses.by_sums

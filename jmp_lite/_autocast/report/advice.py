@@ -70,6 +70,7 @@ def _follow_call(
     inside = read.open_jaxpr(inner.jaxpr)
     entering = [_origin_of_operand(equation.invars[index], origins) for index in inner.operands]
     known = {var: origin for var, origin in zip(inside.invars, entering) if origin is not None}
+    # The operations of a jitted function of JAX's, such as `jnp.where`, have no line of the user's.
     _follow(inside, known, reasons, equation if read.users_line(equation) else call)
     for var, index in zip(inside.outvars, inner.results):
         if index is not None and (origin := _origin_of_operand(var, known)):
@@ -77,12 +78,11 @@ def _follow_call(
 
 
 def _origin_of_operand(var: Var, origins: Mapping[Var, _Origin]) -> _Origin | None:
-    """Returns why an operand of a call is in float32.
-
-    Unlike a Python number, a float32 scalar promotes half operands: `np.float32(-1e9)` in `jnp.where`.
-    """
+    """Returns why an operand of a call is in float32."""
     if not read.is_literal(var):
         return origins.get(var)
+    # Unlike a Python number, which is weakly typed, a float32 scalar promotes half operands, such as
+    # `np.float32(-1e9)` in `jnp.where`: https://docs.jax.dev/en/latest/type_promotion.html.
     if not read.is_float32(var) or var.aval.weak_type:
         return None
     return _Origin(f"the constant {float(var.val):g} is float32")
@@ -95,6 +95,7 @@ def _origin_of_result(equation: Equation, taken: Sequence[_Origin], call: Equati
         if not read.is_literal(source) and source.aval.dtype in HALF_DTYPES:
             return _Origin(f"the program casts to float32, {_line(equation, call)}", widened=True)
         return taken[0] if taken else None
+    # Half values that the program widened, beside ones that were float32 from the start, which promote them.
     promoted = [origin for origin in taken if origin.promoted]
     if promoted or not taken:
         return promoted[0] if promoted else None
@@ -114,11 +115,9 @@ def _line(equation: Equation, call: Equation | None) -> str:
 
 
 def advise_shapes(equation: Equation) -> str:
-    """Returns which sizes of a product Tensor Cores run slowly, and what to pad them to; empty for none.
-
-    Sizes of half operands are multiples of 8 elements, 16 bytes: chapter 4 of NVIDIA's Training With Mixed
-    Precision.
-    """
+    """Returns which sizes of a product Tensor Cores run slowly, and what to pad them to; empty for none."""
+    # Sizes of half operands should be multiples of 8 elements, 16 bytes: NVIDIA's Training With Mixed
+    # Precision, https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html.
     sizes = dict(_sizes(equation))
     thin = {name: sizes.pop(name) for name in ("M", "N") if sizes.get(name, 8) < 8}
     texts = [f"{name} = {size}: pad it to {-(-size // 8) * 8}" for name, size in sizes.items() if size % 8]

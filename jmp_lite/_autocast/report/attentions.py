@@ -58,8 +58,10 @@ def attentions_of(
     found = find_attentions(facts)
     for index, equation in enumerate(facts.equations):
         scope = scope_of(equation)
+        # A fused attention is a `lax.platform_dependent`: the branch of other platforms, the last one, has
+        # the attention as the program wrote it. Its transpose is the backward pass of the same attention.
         if FUSED_SCOPE in scope and equation.primitive.name == "cond" and not is_transposed(equation):
-            *_, (plain, _) = facts.inside(equation)  # The branch of other platforms.
+            *_, (plain, _) = facts.inside(equation)
             yield from (_described(each, "", times, scope) for each in find_attentions(plain).values())
         elif index in found:
             each = found[index]
@@ -67,6 +69,7 @@ def attentions_of(
             why_not = why_not or "jmp.fuse_attention would fuse it"
             yield _described(each, why_not, times, scope)
         elif may_hold_attention(equation):
+            # The iterations of a `scan`. Those of a `while` are not known.
             length = equation.params.get("length", 1)
             runs = times * (length if isinstance(length, int) else 1)
             for inside, _ in facts.inside(equation):
@@ -75,11 +78,12 @@ def attentions_of(
 
 def _described(attention: Attention, why_not: str, times: int, scope: str) -> AutocastAttention:
     product = attention.equations[-1]
+    # A symbolic size counts as 1.
     sizes = [size for size in product.invars[attention.side].aval.shape if isinstance(size, int)]
     return AutocastAttention(
         fused=not why_not,
         why_not=why_not,
-        scores=2 * math.prod(sizes) * times,
+        scores=2 * math.prod(sizes) * times,  # In half, two bytes each.
         scope=visible_scope(scope),
         source=source_line(product),
     )

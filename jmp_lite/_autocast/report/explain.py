@@ -65,6 +65,7 @@ class AutocastReport:
     after: Any
 
     def __getstate__(self) -> dict[str, Any]:
+        # A jaxpr holds tracebacks and functions, which cannot be pickled.
         return {**self.__dict__, "before": None, "after": None}
 
     @property
@@ -230,10 +231,12 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
 
 
 def report_of(traced: Arguments, rules: Rules, planner: Planner, plan: Plan) -> AutocastReport:
+    # With float32 the report is of the program itself, so it says what promotes its half values.
     promotions = find_promotions(plan.jaxpr, traced.names) if rules.dtype == jnp.float32 else {}
     read = [True] * len(plan.results)
     operations = tuple(operations_of(plan, rules.dtype, "", 1, traced.names, promotions, read))
     half = jnp.dtype(jnp.bfloat16) if rules.dtype == jnp.float32 else rules.dtype
+    # Counted in what runs, since passes and derivative rules add casts, and not in the plan.
     after = jax.make_jaxpr(lambda *arrays: run(planner, plan, arrays))(*traced.arrays)
     return AutocastReport(
         dtype=rules.dtype,
@@ -250,6 +253,7 @@ def _without_effect(
     traced: Arguments, rules: Rules, operations: tuple[AutocastOperation, ...]
 ) -> Iterator[str]:
     """Yields the options without which every operation has the same dtypes."""
+    # The plan without the option is compared, not the numbers, so nothing is computed.
     dtypes_of = lambda operations: [(operation.operands, operation.results) for operation in operations]
     ablations = list(rules.ablations())
     for written, others in ablations if len(ablations) <= _MOST_ABLATIONS else ():

@@ -107,7 +107,7 @@ class AutocastOperation:
 
 @dataclasses.dataclass(frozen=True)
 class Around:
-    """What runs a plan. Operations of functions such as `jnp.where` have the line that calls the function."""
+    """What runs a plan: its line in the program, and whether that is in the backward pass."""
 
     source: str = ""
     caller: str = ""
@@ -119,6 +119,7 @@ class Around:
             read.source_line(op.equation),
             self.backward or op.is_transposed or op.is_recomputed,
         )
+        # The operations of JAX's own functions, such as `jnp.where`, have the line that calls the function.
         if not source:
             return dataclasses.replace(self, backward=backward)
         return Around(source, read.calling_line(op.equation), backward)
@@ -156,7 +157,7 @@ def operations_of(
         path = join(scope, op.scope) if op.scope else scope
         taken = ["" if read.is_literal(var) else paths.get(var, "") for var in equation.invars]
         if live is not None and id(equation) not in live:
-            pass
+            pass  # The paths of its results below may still be asked for.
         elif decision.category is Category.CALL:
             yield from _operations_of_call(
                 decision,
@@ -172,6 +173,7 @@ def operations_of(
             arguments = tuple(dict.fromkeys(filter(None, taken)))
             reason = promotions.get(id(equation), decision.reason)
             yield _operation(decision, reason, states, half, visible_scope(path), arguments, times, around)
+        # An argument that is cast, reshaped or looked up is still that argument to its reader.
         if decision.category is Category.MOVE or op.is_cast:
             paths[equation.outvars[0]] = taken[0]
 
@@ -191,6 +193,7 @@ def _operations_of_call(
     inside = around.inside(decision.op)
     for inner, plan in zip(decision.op.inner, decision.inner):
         looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
+        # Only a scan has a length. A `while` counts as one iteration.
         runs = _known(equation.params.get("length", 1)) if looped else 1
         entering = [origins[index] for index in inner.operands]
         outputs = None if live is None else _read_inside(equation, inner, looped, live)
@@ -201,6 +204,7 @@ def _live(inside: Jaxpr, outputs: Sequence[bool]) -> dict[int, set[Var]]:
     """Returns the operations that an output needs, by `id`, each with its results that anything reads."""
     needed = {var for var, is_read in zip(inside.outvars, outputs) if is_read and not read.is_literal(var)}
     live: dict[int, set[Var]] = {}
+    # As JAX's own dead code elimination: what has an effect, such as a print, stays.
     for equation in reversed(read.equations(inside)):
         results = needed.intersection(equation.outvars)
         if results or equation.effects:
@@ -212,7 +216,8 @@ def _live(inside: Jaxpr, outputs: Sequence[bool]) -> dict[int, set[Var]]:
 def _read_inside(
     equation: Equation, inner: Inner, looped: bool, live: Mapping[int, set[Var]]
 ) -> tuple[bool, ...]:
-    """Returns for each output of the jaxpr of a call whether anything reads it. A loop reads its carries."""
+    """Returns for each output of the jaxpr of a call whether anything reads it."""
+    # A loop reads its carries. The predicate of a `while` is no result (None).
     return tuple(
         looped or index is None or equation.outvars[index] in live[id(equation)] for index in inner.results
     )
@@ -233,9 +238,11 @@ def _operation(
     equation = decision.op.equation
     taken = [_taken_in_half(decision, var, states) for var in equation.invars]
     traced = {var.aval.dtype.name for var in read.floating_operands(equation)}
+    # In half by autocast, or by the program itself.
     in_half = any(taken) or traced in ({"float16"}, {"bfloat16"})
     is_product = traits_of(equation.primitive.name).category is Category.ALLOW
     here = around.inside(decision.op)
+    # A user's list is an option too, and its ruling has no kind of its own.
     why = Why.OPTION if decision.op.is_listed and decision.why is Why.OTHER else decision.why
     return AutocastOperation(
         name=equation.primitive.name,
@@ -266,6 +273,7 @@ def _typed(var: Var, as_half: bool, half: np.dtype) -> jax.ShapeDtypeStruct:
 
 
 def _taken_in_half(decision: Decision, var: Var, states: Mapping[Var, State]) -> bool:
+    # These keep the dtype of each operand.
     if decision.category is Category.MOVE or decision.op.is_cast:
         return not read.is_literal(var) and states[var].is_half
     return decision.takes_half
@@ -281,6 +289,7 @@ def _flops(equation: Equation) -> int:
     name, params = equation.primitive.name, equation.params
     if name == "conv_general_dilated":
         kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
+        # Each element of the result sums over the kernel of one output feature.
         features = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2 * math.prod(out) * math.prod(kernel) // features
     if name == "dot_general":
@@ -290,6 +299,7 @@ def _flops(equation: Equation) -> int:
         return 2 * math.prod(_shape(equation.outvars[0])) * _summed(equation, numbers)
     if traits_of(name).category is Category.MOVE or name == "convert_element_type":
         return 0
+    # A reduction has more elements in its operand than in its result.
     return max((math.prod(_shape(var)) for var in (*equation.invars, *equation.outvars)), default=0)
 
 

@@ -17,6 +17,7 @@ Operations = Sequence[AutocastOperation]
 Marks = Sequence[tuple[str, str]]
 """What a diagnosis says of lines: the place of each, as `file.py:12:4 (function)`, and a sentence."""
 _AROUND, _MOST = 2, 20  # Lines of source around a line with operations; rows of a table.
+# The page is one file that loads nothing. Three classes carry the colours: half, f32 and fp8.
 _STYLE = """:root{color-scheme:light dark;--bg:#fff;--fg:#1f2328;--soft:#59636e;--edge:#d8dee4;--half:#0f6b52;
 --f32:#954800;--fp8:#6d3391;--bad:#b3261e;--on-half:#dff3ec;--on-f32:#ffedd8;--on-fp8:#f0e4f9}
 body{margin:0;background:var(--bg);color:var(--fg);font:14px/1.5 system-ui,sans-serif;
@@ -58,10 +59,11 @@ def page_of(operations: Operations, title: str, summary: str, text: str, marks: 
     """
     files = _by_line((each.caller or each.source, each) for each in operations)
     marked = _by_line(dict.fromkeys(marks))
-    total = _flops(operations) or 1
+    total = _flops(operations) or 1  # A program without matmuls may have no FLOPs.
     shares = {file: sum(map(_flops, files[file].values())) / total for file in {**files, **marked}}
     parts = [f"<h1>{escape(title)}</h1><div class=soft>{escape(summary)}</div>"]
     parts += [*_bar(operations, total), *_modules(operations, total)] if operations else []
+    # Files with marks first, then by their share; what has no source last.
     for file in sorted(shares, key=lambda file: (file == "", file not in marked, -shares[file])):
         parts += _file(file, files[file], marked[file], shares[file], total)
     parts.append(f"<details><summary>As text</summary><pre>{escape(text)}</pre></details>")
@@ -79,6 +81,7 @@ def _by_line(placed: Iterable[tuple[str, T]]) -> dict[str, dict[str, list[T]]]:
 
 def _place(place: str) -> tuple[str, str]:
     """Returns the file and the number of a line; without a source, no file and the whole place."""
+    # A place of a notebook's cell has a source too, which IPython has given to `linecache`.
     match = re.match(r"(.*?):(\d+)", place)
     return (match[1], match[2]) if match and linecache.getlines(match[1]) else ("", place)
 
@@ -92,6 +95,7 @@ def _kind(operation: AutocastOperation) -> tuple[str, str]:
     if operation.in_fp8:
         return "fp8", "fp8"
     dtypes = [each.dtype for each in (*operation.operands, *operation.results)]
+    # By the size of the dtype: 2 for both halves. Of an operation in float32, the widest dtype that it has.
     sizes = {each.itemsize: each.name for each in dtypes if jnp.issubdtype(each, jnp.inexact)}
     name = sizes.get(2 if operation.in_half else 0) or sizes[max(sizes)]
     return "half" if operation.in_half else "f32", name.replace("bfloat", "bf").replace("float", "f")
@@ -123,6 +127,8 @@ def _modules(operations: Operations, total: int) -> Iterator[str]:
 
 def _large_modules(operations: Operations, total: int) -> Mapping[str, Operations]:
     """Returns the modules with a share of the FLOPs, as deep as the table stays short."""
+    # From 8 names of a path on down, until at most `_MOST` modules are left. One with less than 0.05 % of the
+    # FLOPs has no row.
     depth, large = 9, dict[str, list[AutocastOperation]]()
     while depth > 2 and not 0 < len(large) <= _MOST:
         depth, modules = depth - 1, collections.defaultdict[str, list[AutocastOperation]](list)
@@ -149,6 +155,7 @@ def _rows(
     source: Sequence[str], lines: Mapping[str, Operations], marks: Mapping[str, Sequence[str]], total: int
 ) -> Iterator[str]:
     """Yields the lines with operations or marks and those around them; without a source, the places."""
+    # Without a source, the keys of `lines` are whole places.
     last, places = 0, {*lines, *marks}
     row = lambda number, code, key: _line(number, code, lines.get(key, ()), marks.get(key, ()), total)
     for place in () if source else sorted(places, key=lambda place: -_flops(lines.get(place, ()))):
@@ -203,6 +210,7 @@ def _chip(operations: Operations) -> str:
     if len(kinds) != 1:
         kind = "mixed" if kinds else "move" if operations else ""
         return f"<span class='chip {kind}'>{kind}</span>"
+    # What the user asked for says most, then a deny list, then what costs most.
     first = max(shown, key=lambda each: (each.why != "other", each.category == "deny", each.flops))
     by = first.category if first.why == "other" else first.why.replace("keep_float32", "kept")
     ((kind, dtype),) = kinds

@@ -2,12 +2,7 @@
 
 `jax.checkpoint` keeps the inputs of a function for the backward pass. In a deep stack of layers that is the
 residual stream in front of each layer, and in float32 it takes twice the memory that it takes with casts by
-hand. A transformer reads its stream in three ways: matmuls take it in half in any case, norms compute from it
-what matmuls take in half, and residual sums have a derivative that does not depend on it. So a bfloat16 copy
-is enough for the backward pass. The forward pass, and with it the loss, still reads the float32 stream.
-
-Float16 has too small a range: a stream above 65504, which is harmless in the forward pass, would make the
-gradients infinite.
+hand. The forward pass, and with it the loss, still reads the float32 stream.
 """
 
 import dataclasses
@@ -32,6 +27,9 @@ class _Part(enum.IntEnum):
     NORM = 2  # What a norm computes from the stream.
 
 
+# A transformer reads its stream in three ways: matmuls take it in half in any case, norms compute from it
+# what matmuls take in half, and residual sums have a derivative that does not depend on it. So a bfloat16
+# copy is enough for the backward pass.
 _LINEAR = frozenset({"add", "concatenate", "neg", "select_n", "sub"})
 _IN_NORMS = frozenset({"div", "integer_pow", "max", "mul", "reduce_sum", "rsqrt", "sqrt", "square"})
 _HALVES = frozenset({Take.HALF, Take.BROADCAST})
@@ -40,6 +38,8 @@ _CALLS = frozenset({"closed_call", "custom_jvp_call", "jit"})
 
 def checkpoints(plan: Plan, rules: Rules) -> Plan:
     """Finds what each `jax.checkpoint` of a plan may keep in bfloat16."""
+    # Float16 has too small a range: a stream above 65504, which is harmless in the forward pass, would make
+    # the gradients infinite.
     if rules.dtype != jnp.bfloat16 or not any(op.name == "remat2" for op in plan.analysis.ops):
         return plan
     return plan.with_decisions([_with_kept(decision, plan) for decision in plan.decisions])
@@ -60,10 +60,9 @@ def _with_kept(decision: Decision, plan: Plan) -> Decision:
 
 
 def _may_keep(op: Op) -> bool:
-    """Whether an operation is a `jax.checkpoint` without a policy.
-
-    A policy may save further values of the forward pass, and the copies would not match them.
-    """
+    """Whether an operation is a `jax.checkpoint` without a policy."""
+    # A policy may save further values of the forward pass, and the copies would not match them. One that
+    # `jax.grad` has made (`differentiated`) is the backward pass itself: its inputs are kept already.
     if op.name != "remat2" or op.equation.effects:
         return False
     return op.equation.params["policy"] is None and not is_differentiated(op.equation)
@@ -76,6 +75,7 @@ def _is_float32_array(var: Var, plan: Plan) -> bool:
 def _is_stream(plan: Plan, var: Var) -> bool:
     """Whether matmuls, norms and residual sums alone read an input of a plan."""
     results = _follow(plan, {var: _Part.STREAM})
+    # Who reads a norm that leaves the function is not known here.
     return results is not None and _Part.NORM not in results
 
 
@@ -91,6 +91,7 @@ def _follow(plan: Plan, parts: dict[Var, _Part]) -> list[_Part] | None:
             results = _results(decision, taken)
             if results is None:
                 return None
+            # What is in half has lost the digits already that the copy lacks.
             for var, state, part in zip(decision.op.equation.outvars, decision.results, results):
                 parts[var] = _Part.NONE if state.is_half else part
     return list(map(part_of, open_jaxpr(plan.jaxpr).outvars))
@@ -103,7 +104,7 @@ def _results(decision: Decision, taken: list[_Part]) -> Sequence[_Part] | None:
         return _results_of_call(decision, taken) if op.name in _CALLS else None
     if isinstance(decision.action, Skip):  # A cast that changes nothing, or a part of a region.
         return taken
-    if decision.takes:
+    if decision.takes:  # An operation, not a region: only what it takes in float32 counts.
         taken = [_Part.NONE if take in _HALVES else part for take, part in zip(decision.takes, taken)]
     if not any(taken):
         return (_Part.NONE,) * count
@@ -116,6 +117,7 @@ def _results(decision: Decision, taken: list[_Part]) -> Sequence[_Part] | None:
 
 def _scales(op: Op) -> bool:
     """Whether an operation multiplies or divides a value by a number of the program."""
+    # A `div` by the stream is not linear.
     by = {"div": op.equation.invars[1:], "mul": op.equation.invars}.get(op.name, ())
     return any(map(is_literal, by))
 
@@ -123,6 +125,7 @@ def _scales(op: Op) -> bool:
 def _results_of_call(decision: Decision, taken: list[_Part]) -> Sequence[_Part] | None:
     op, action = decision.op, decision.action
     (inner,), (plan,) = op.inner, decision.inner
+    # A call in which nothing changes is a `Run`, whose jaxpr takes the operands as they are.
     enter = action.inner[0].enter if isinstance(action, Call) else (Take.AS_IS,) * len(inner.operands)
     entering = zip(open_jaxpr(inner.jaxpr).invars, inner.operands, enter)
     return _follow(plan, {var: taken[index] for var, index, take in entering if take is not Take.HALF})

@@ -1,14 +1,7 @@
 """The pass that finds the half values which need a path in float32 for their gradients.
 
-Several operations may read a half value, such as logits, in float32: the `exp` of a softmax and the lookup
-of the label. The cotangent of each reader is float32, and all of them must meet before they are rounded to
-half: the cotangents p/N and -1/N of a well-fitted example, rounded one by one, add up to noise. All readers
-of one value share one cast to float32, where their cotangents meet. But a reader may lie behind a move, or
-in a call.
-
-So such a value is a pair: its half, which everything reads, and its path, the same value in float32 that
-nothing reads. Gradients go back through the path. Moves and calls take both parts of a pair. A value that is
-read in float32 once needs no path, since its cotangent is rounded once in any case.
+Such a value is a pair: its half, which everything reads, and its path, the same value in float32 that nothing
+reads. Gradients go back through the path. Moves and calls take both parts of a pair.
 """
 
 import collections
@@ -44,6 +37,11 @@ def pairs(plan: Plan, rules: Rules) -> Plan:
     return dataclasses.replace(plan, pairs=found)
 
 
+# Several operations may read a half value, such as logits, in float32: the `exp` of a softmax and the lookup
+# of the label. The cotangent of each reader is float32, and all of them must meet before they are rounded to
+# half: the cotangents p/N and -1/N of a well-fitted example, rounded one by one, add up to noise. All readers
+# of one value share one cast to float32, where their cotangents meet. But a reader may lie behind a move, or
+# in a call.
 def _find_pairs(plan: Plan) -> Pairs:
     inside = plan.analysis.inside
     readers = _Readers(plan)
@@ -53,7 +51,9 @@ def _find_pairs(plan: Plan) -> Pairs:
     for out in inside.outvars:
         readers.note([out])
     read = readers.before_moves()
+    # The cotangent of a value that is read in float32 once is rounded once in any case.
     starts = frozenset(var for var, count in readers.count.items() if count > 1)
+    # An input may have a path that starts outside.
     leads_out = starts.union(inside.invars)
     outputs = tuple(readers.is_half(out) and readers.origin(out) in leads_out for out in inside.outvars)
     return Pairs(starts, read, outputs)
@@ -81,10 +81,8 @@ class _Readers:
         return self._origins.get(var, var)
 
     def note(self, variables: Iterable[Var]) -> None:
-        """Notes that one operation reads some variables, if they are half.
-
-        An operation that reads a variable twice counts once: its cotangents meet in the operation.
-        """
+        """Notes that one operation reads some variables, if they are half."""
+        # An operation that reads a variable twice counts once: its cotangents meet in the operation.
         for var in set(filter(self.is_half, variables)):
             self._read.add(var)
             self.count[self.origin(var)] += 1
@@ -107,6 +105,7 @@ class _Readers:
 def _with_paths(decision: Decision, pairs: Pairs) -> Decision:
     """Returns a decision whose action knows which of its half results float32 operations read."""
     action, outvars = decision.action, decision.op.equation.outvars
+    # A move in both dtypes makes its own path (`Interpreter._move`).
     if isinstance(action, Move) and not action.both and not pairs.read.isdisjoint(outvars):
         action = dataclasses.replace(action, paths=tuple(var in pairs.read for var in outvars))
     elif isinstance(action, Call) and (paired := _paired_results(decision, action, pairs.read)):
@@ -117,10 +116,9 @@ def _with_paths(decision: Decision, pairs: Pairs) -> Decision:
 
 
 def _paired_results(decision: Decision, action: Call, read: frozenset[Var]) -> tuple[int, ...]:
-    """Returns the indexes of the half results of a call that should leave it as pairs.
-
-    Gradients of such a result meet inside the call, and float32 operations outside read it.
-    """
+    """Returns the indexes of the half results of a call that should leave it as pairs."""
+    # Gradients of such a result meet inside the call, and float32 operations outside read it. It leaves as
+    # two arrays; a carry cannot, since a loop gives as many values as it takes.
     outvars = decision.op.equation.outvars
     paired = {
         index
@@ -140,6 +138,7 @@ def _read_in_float32(decision: Decision) -> Iterable[Var]:
         case Move(both=True):
             return invars[:1]
         case Recompute():
+            # The addends of a sum that the region computes itself, of which it takes the bias in float32.
             sums = [_broadcast(*each) for each in action.sums.values()]
             return (*action.region.sources, *action.region.extras, *itertools.chain(*sums))
         case Call():

@@ -1,8 +1,4 @@
-"""The pass that makes one function of each region, such as a GELU or a softmax, which is computed again.
-
-JAX would keep several float32 arrays of each region for the backward pass. One function of half values keeps
-only these, or only its half result (`softmaxes`).
-"""
+"""The pass that makes one function of each region, such as a GELU or a softmax, which is computed again."""
 
 import dataclasses
 import itertools
@@ -21,6 +17,8 @@ _OF_SOFTMAXES = set(Category) - {Category.ALLOW}
 
 def recompute(plan: Plan, rules: Rules) -> Plan:
     """Replaces the last operation of each region by the region, and skips the others."""
+    # JAX would keep several float32 arrays of each region for the backward pass. One function of half values
+    # keeps only these, or only its half result (`softmaxes`).
     del rules
     regions = _regions(plan)
     if not regions:
@@ -47,18 +45,18 @@ def _regions(plan: Plan) -> dict[int, Region]:
 
 
 def _skipped(decision: Decision) -> Decision:
+    # Nothing reads the value but the region, which computes it in float32.
     results = tuple(FLOAT32 if state.is_half else state for state in decision.results)
     reason = "part of that activation function or softmax"
     return dataclasses.replace(decision, action=Skip(), results=results, reason=reason)
 
 
 def _is_half(region: Region, plan: Plan) -> bool:
-    """Whether the sources of a region are in half, and no option keeps one of its operations as traced.
-
-    A source of a gate may be in float32, such as the result of a norm.
-    """
+    """Whether the sources of a region are in half, and no option keeps one of its operations as traced."""
+    # A softmax may hold moves and casts (masks), and `jnp.where`, which is a call.
     categories = _OF_SOFTMAXES if region.barrier is Barrier.SOURCES else _OF_ACTIVATIONS
     kinds = {plan.states[var].kind for var in region.sources}
+    # A source of a gate may be in float32, such as the result of a norm.
     in_half = kinds <= ({Kind.HALF, Kind.FLOAT32} if region.barrier is Barrier.NONE else {Kind.HALF})
     return in_half and {plan.decisions[index].category for index in region.members} <= categories
 
@@ -68,11 +66,10 @@ def _sums(plan: Plan, regions: Mapping[int, Region], inner: Set[int]) -> dict[Va
 
     For each, the index of its operation, and how it runs in half. `inner` are the operations that run inside
     of regions only.
-
-    The activation function computes them again, so that XLA never writes them: 0.5 % of the time of a
-    transformer block of width 4096. If others read a sum too, it would be kept beside the matmul's result.
-    One of them may be an operation of the region, such as the `tanh` of `1 - tanh(x)**2` that a matmul reads.
     """
+    # The activation function computes them again, so that XLA never writes them: 0.5 % of the time of a
+    # transformer block of width 4096. If others read a sum too, it would be kept beside the matmul's result.
+    # One of them may be an operation of the region: the `tanh` of `1 - tanh(x)**2`, if a matmul reads it.
     inside = {*inner, *regions}
     alone = {
         var
@@ -84,6 +81,7 @@ def _sums(plan: Plan, regions: Mapping[int, Region], inner: Set[int]) -> dict[Va
     sums: dict[Var, tuple[int, Run]] = {}
     for index, decision in enumerate(plan.decisions):
         action = decision.action
+        # A bias is what an operation in half broadcasts (`in_half`).
         if isinstance(action, Run) and Take.BROADCAST in action.operands:
             sums.update(dict.fromkeys(alone.intersection(decision.op.equation.outvars), (index, action)))
     return sums
@@ -93,7 +91,7 @@ def _recomputed(region: Region, plan: Plan, sums: Mapping[Var, tuple[int, Run]])
     def equation(index: int) -> Equation:
         return plan.decisions[index].op.equation
 
-    members = sorted(region.members)
+    members = sorted(region.members)  # The order of the program, so that the last one makes the result.
     own = {var: sums[var] for var in region.sources if var in sums}
     action = Recompute(
         region,
@@ -121,6 +119,7 @@ def _only_inside(plan: Plan, regions: Mapping[int, Region]) -> set[int]:
     def reads_inside(reader: int, index: int) -> bool:
         return reader in inner or (reader in regions and index in regions[reader].members)
 
+    # Backwards: whether an operation runs inside only depends on its readers, which stand behind it.
     for index in members:
         (out,) = plan.decisions[index].op.equation.outvars
         is_taken = out in taken or readers.outputs[out] > 0
