@@ -133,13 +133,12 @@ def autocast(
             take half inputs and return float32, which costs no precision: Tensor Cores accumulate in float32
             anyway. Use it for logits. The matmuls of their gradients take half inputs and return half.
         half_sums: a pattern or several over scopes, as in `rules`. The residual sums that they select return
-            half. A residual sum adds the result of a matmul to an array of its shape, and matmuls or norms
-            read it later; the sums of losses and accumulators stay float32. Biases that are added to the
-            result of a matmul in front of a norm are added in half too. A residual stream in half moves
-            fewer bytes, but its rounding errors accumulate across layers, so the stream of a transformer
-            stays float32 by default. The carry of a `scan` that such a sum computes is half as well.
-
-    Returns:
+            half. A residual sum adds the result of a matmul to an array of its shape, and matmuls read it
+            later, directly or through a norm; the sums of losses and accumulators stay float32. Biases that
+            are added to the result of a matmul in front of a norm are added in half too. A residual stream in
+            half moves fewer bytes, but its rounding errors accumulate across layers, so the stream of a
+            transformer stays float32 by default. The carry of a `scan` that such a sum computes is half as
+            well. Returns:
         A function with the signature of `fun`.
 
     Raises:

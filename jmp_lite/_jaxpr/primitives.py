@@ -41,7 +41,7 @@ class Traits:
     compares: bool = False  # Its results are booleans, which are lighter than its operands.
     # Each result is one of its operands, so that rounding before it and after it are the same.
     selects: bool = False
-    # Rounding the operand to half changes the result no more than rounding the result would.
+    # Rounding the operand to half changes the result by no more than rounding a number near 1 does.
     saturates: bool = False
     # Its derivative squares an operand, and the square may leave the range of float16: that of `div` at
     # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/lax.py#L5098, that of `atan2` at #L4620.

@@ -42,7 +42,7 @@ class Analysis:
     estimates: Estimates
     intermediate: frozenset[Var]  # The variables that a backward pass reads on (`dependence`).
     gradients: frozenset[Var]  # The results of a backward pass, such as the gradient of a weight.
-    streams: frozenset[Var]  # The variables that products or norms read later; empty without `half_sums`.
+    streams: frozenset[Var]  # The variables that products read later; empty without `half_sums`.
     decisive: frozenset[Var]  # The variables on which a decision of a loop depends (`dependence`).
     tangents: frozenset[Var]  # The variables that depend on the tangents of a forward-mode rule.
     demand: Demand  # The variables that the jaxpr wants in half: filled by the walk, after the rest is made.
@@ -308,7 +308,7 @@ def _wants(
         return Wanted.INDIRECTLY if op.equation.outvars[0].aval.dtype == half else result
     if ruling.category is Category.MOVE or (ruling.category is Category.INFER and op.traits.selects):
         return result
-    # Whoever reads a `tanh`: rounding its operand changes no more than rounding its result would.
+    # Whoever reads a `tanh`: rounding its operand changes its result by half a unit at 1, at most.
     if ruling.category is Category.INFER and op.traits.saturates:
         return Wanted.INDIRECTLY
     return min(result, Wanted.INDIRECTLY) if gives_half else Wanted.NO

@@ -1,12 +1,11 @@
 """Finds the variables of a jaxpr on which some of its outputs depend, backwards, through loops and calls.
 
-The planner asks three questions:
+The planner asks four questions, the last of them forwards:
 
 - Which products make the gradients of weights? `Intermediate`, for `reduce_dtype` and one-hot labels.
 - Which sums are those of a residual stream? `Streams`, for `half_sums`.
 - On what do the decisions of loops depend? `LoopDecisions`.
-
-A fourth question goes forwards: what depends on the tangents of a rule? `Tangents`.
+- What depends on the tangents of a forward-mode rule? `Tangents`.
 """
 
 import abc
@@ -53,7 +52,7 @@ class Dependence(abc.ABC):
             backward: whether the whole jaxpr is a part of a backward pass.
             held: for each input, what it holds of a loop around the jaxpr. Empty outside of loops.
         """
-        # Inside of a loop the jaxpr may have seeds of its own, whatever its outputs are.
+        # Inside a loop, a selection may start the search (`_seeds`), even if no output is flagged.
         if not (self._enters(outputs) or Held.CARRY in held):
             return frozenset()
         inside = open_jaxpr(jaxpr)
@@ -88,7 +87,7 @@ class Dependence(abc.ABC):
         inputs = self.loops.inside(op, held, results)
         while True:
             outputs = [self._outputs(op, inner, known) for inner in op.inner]
-            # A carry is the result with its number, and the input behind the constants.
+            # Carry number n is result n of the body, and its input n + constants.
             found = {
                 number - inner.constants
                 for inner, flags, each in zip(op.inner, outputs, inputs)
@@ -111,7 +110,7 @@ class Dependence(abc.ABC):
         self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Held | None]
     ) -> Sequence[Var]:
         inputs, invars = self.loops.inside(op, held, results), op.equation.invars
-        # What a loop inside decides by may be rounded in front of the loop.
+        # The call may compute, in front of an inner loop, what that loop decides by.
         is_in_loop = op.name not in LOOPS and any(Held.CARRY in each for each in inputs)
         if not (self._enters(results) or is_in_loop):
             return ()
@@ -163,7 +162,7 @@ class Intermediate(Dependence):
 
 
 class Streams(Dependence):
-    """The variables that a product or norm of the forward pass reads later, as it reads a residual stream."""
+    """The variables from which the forward pass computes an operand of a later product."""
 
     def outputs(
         self,
@@ -179,7 +178,7 @@ class Streams(Dependence):
         return super().outputs(op, inside, backward, held)
 
     def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
-        # From a stream, norms compute what products take, so every operation is crossed.
+        # Norms stand between a stream and the products, so the search crosses every operation.
         is_forward = not backward or op.is_recomputed
         return is_forward and (is_found or op.traits.category is Category.ALLOW)
 
@@ -241,9 +240,11 @@ def _passes(op: Op) -> bool:
     return op.traits.keeps_gradient
 
 
-# JAX transposes what computes them, so the products among them are those of the backward pass.
 class Tangents:
-    """The variables that depend on the tangents of a forward-mode rule: a search forwards."""
+    """The variables that depend on the tangents of a forward-mode rule: a search forwards.
+
+    JAX transposes the operations that compute tangents, so their products become those of the backward pass.
+    """
 
     def __init__(self, ops_of: Callable[[Jaxpr], Sequence[Op]]) -> None:
         self._ops_of = ops_of

@@ -157,7 +157,7 @@ class Context:
     backward: bool = False  # Whether the jaxpr runs in a backward pass.
     # One flag for each output: whether the output is intermediate (`dependence`).
     intermediate: tuple[bool, ...] = ()
-    # One flag for each output: whether a product or norm reads it later (`dependence`). Empty without
+    # One flag for each output: whether a product reads it later (`dependence`). Empty without
     # `half_sums`.
     streams: tuple[bool, ...] = ()
     # One flag for each output: whether a decision of a loop depends on it (`dependence`). Empty if no loop

@@ -83,7 +83,7 @@ class RulingWalk:
         Args:
             ops: the operations.
             decisive: the variables on which a decision of a loop depends.
-            streams: the variables that products or norms read later.
+            streams: the variables from which products are computed later.
         """
         rulings = []
         for op in ops:
@@ -99,7 +99,7 @@ class RulingWalk:
         return tuple(rulings)
 
     def _continues_stream(self, op: Op, ruling: Ruling, streams: Set[Var]) -> bool:
-        """Whether an operation is a sum of a residual stream: of a matmul's result, for matmuls or norms."""
+        """Whether an operation is a sum of a residual stream: of a matmul's result, for later matmuls."""
         # Other sums of two arrays, such as those of log-probabilities in a loss or those of an accumulator,
         # may need float32.
         if op.name != "add" or self._context.is_backward(op) or ruling.reason:

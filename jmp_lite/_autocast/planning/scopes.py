@@ -30,7 +30,7 @@ _SELECTS_NOTHING = {
     ),
     "half_sums": (
         "residual sum. Such a sum adds the result of a matmul to a float32 array of its shape, and matmuls "
-        "or norms read it later. `explain` lists the scopes."
+        "read it later, directly or through a norm. `explain` lists the scopes."
     ),
 }
 
