@@ -171,3 +171,14 @@ def test_a_cpu_runs_the_weight_gradient_of_a_batch_of_sequences():
     options = {"dtype": "bfloat16", "reduce_dtype": "float32"}
     for grad in (jax.grad(jmp.autocast(loss, **options)), jmp.autocast(jax.grad(loss), **options)):
         np.testing.assert_array_equal(jax.jit(grad)(w), 24 * jnp.ones((16, 3)))
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_the_gradient_of_a_broadcast_weight_is_a_float32_sum_of_half_products(order):
+    # Float32 products would be written for each example of the batch, in twice the bytes.
+    x = jnp.ones((4, 6, 8))
+    loss = lambda w: jnp.sum(jnp.sin(lax.batch_matmul(x, lax.broadcast_in_dim(w, (4, 8, 8), (1, 2)))))
+    grad = (jax.grad(wide(loss)), wide(jax.grad(loss)))[order]
+    assert product_kinds(grad, W) == {HALF: 2}
+    (total,) = (each for each in equations(jax.make_jaxpr(grad)(W)) if each.outvars[0].aval.shape == W.shape)
+    assert (total.primitive.name, total.outvars[0].aval.dtype) == ("reduce_sum", np.float32)
