@@ -315,6 +315,17 @@ def test_half_sums_leaves_the_recursion_of_a_loss_alone(order, half):
     assert error(in_order(order, model, half, half_sums="**")(w), jax.grad(loss)(w)) < 0.03
 
 
+def test_half_sums_leaves_sums_of_scalars_alone():
+    def model(w, x):
+        balance = (x @ w)[0, 0]  # As the auxiliary losses of a mixture of experts.
+        for _ in range(2):
+            balance = balance + jnp.mean(jnp.square(x @ w))
+        return ((x + x @ w) * balance) @ w
+
+    found = jmp.explain(jmp.autocast(model, half_sums="**"))(W, X).operations
+    assert [o.outputs[0] for o in found if o.name == "add"] == ["float32[]", "float32[]", "bfloat16[4,8]"]
+
+
 def test_half_sums_leaves_accumulators_alone():
     def chunked(w, x):
         add = lambda total, pair: (total + pair[0] @ pair[1], None)
@@ -423,6 +434,36 @@ def test_a_factor_that_half_rounds_badly_is_not_rounded(half):
     # The rounding errors of 0.7 and 0.3 are over a quarter of the largest one, that of 1 / sqrt(128) is not.
     assert [dtype_of(number) for number in (0.7, 0.3, 0.3 * 2**9)] == [["float32"]] * 3
     assert [dtype_of(number) for number in (0.5, 128**-0.5, 256.0)] == [[half]] * 3
+
+
+def test_a_scalar_argument_that_is_added_is_not_rounded():
+    # All elements of the sum would be off by the same amount, while the roundings of an array cancel out.
+    added = lambda x, w, shift: ((x @ w) + shift) @ w
+    assert operands_of("add", jmp.autocast(added), X, W, jnp.float32(1.001)) == ["float32"]
+    assert operands_of("add", jmp.autocast(added), X, W, jnp.full(8, 1.001)) == ["bfloat16"]
+
+
+def test_a_number_of_one_branch_alone_is_not_rounded():
+    def scaled(x, large):
+        factor = lax.cond(large, lambda: jnp.float32(1e5), lambda: jnp.float32(0.5))
+        return ((x @ W) * factor) @ W
+
+    x = 1e-3 * X
+    assert error(jmp.autocast(scaled, "float16")(x, True), scaled(x, True)) < 0.01
+
+
+@each_order
+def test_a_table_of_numbers_in_a_backward_rule_stays_float32(order):
+    """The angles of rotary positions, which a rule computes again: half would be off by radians."""
+
+    def turned(x):
+        positions, frequencies = 1000 + jnp.arange(4.0), jnp.exp(-0.1 * jnp.arange(8.0))
+        return x * jnp.cos(jnp.einsum("i,j->ij", positions, frequencies))
+
+    rotary = jax.custom_vjp(turned)
+    rotary.defvjp(lambda x: (turned(x), None), lambda _, cotangent: (turned(cotangent),))
+    loss = lambda w: jnp.sum(rotary(X @ w) @ W)
+    assert operands_of("cos", in_order(order, loss, "bfloat16"), W) == ["float32"] * 2
 
 
 def test_a_matmul_of_a_kept_value_runs_in_float32():

@@ -52,7 +52,8 @@ def _is_constant_outer(op: Op, operands: Sequence[State]) -> bool:
 def _kept(op: Op, operands: Sequence[State], ruling: Ruling, wanted: Wanted, analysis: Analysis) -> Decision:
     """Decides about an operation whose ruling has a reason: it runs as in the program, or in float32."""
     # An `exp` or a power at the end of a region: the region gives half (`passes.recompute`).
-    if ruling.category is Category.DENY and analysis.region_of(op, wanted) is not None:
+    is_constant = all(state.constant for state in operands)
+    if ruling.category is Category.DENY and analysis.region_of(op, wanted) is not None and not is_constant:
         return dataclasses.replace(store_half(op, operands, ruling.reason), category=Category.DENY)
     decision = run_in_float32(op, operands, ruling)
     # In `autocast(grad(f))`, the gradient of a lookup of labels (`_jaxpr/picks.py`).
