@@ -83,7 +83,7 @@ def without_constants(jaxpr: Jaxpr) -> Jaxpr:
 def with_equations(jaxpr: Jaxpr, equations: Sequence[Equation]) -> Jaxpr:
     inside = open_jaxpr(jaxpr).replace(eqns=list(equations))
     # An open jaxpr stays open. In a JAX before 0.11 a closed one is a pair of an open one and its constants.
-    return inside if inside is jaxpr or not hasattr(jaxpr, "jaxpr") else jaxpr.replace(jaxpr=inside)
+    return jaxpr.replace(jaxpr=inside) if hasattr(jaxpr, "jaxpr") else inside
 
 
 _FLOAT32 = np.dtype(np.float32)  # Dtypes are compared faster with it than with `jnp.float32`.

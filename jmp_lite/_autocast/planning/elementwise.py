@@ -101,7 +101,7 @@ def in_half(op: Op, operands: Sequence[State]) -> tuple[Take, ...]:
         if state.kind == Kind.OTHER:
             return Take.AS_IS
         # The gradient of a broadcast operand is a sum, in float32 if the cast comes after the broadcast.
-        if op.traits.broadcasts and var.aval.ndim > 0 and not state.constant:
+        if op.traits.broadcasts and var.aval.ndim > 0:
             return Take.HALF if var.aval.shape == op.equation.outvars[0].aval.shape else Take.BROADCAST
         return Take.HALF
 

@@ -73,10 +73,7 @@ HALF_SUM = State(Kind.HALF, half_sum=True)
 
 def moved(op: Op, state: State, out: Var) -> State:
     """Returns the state of an operand after a move. A broadcast or looked-up argument then adapts."""
-    if not is_float32(out) or state.kind != Kind.ARGUMENT:
-        return state
-    # The rows of a table that is computed, such as `2 * table`, stay float32.
-    if not op.makes_adapting(out) or (state.source is None and op.name == "gather"):
+    if not is_float32(out) or state.kind != Kind.ARGUMENT or not op.makes_adapting(out):
         return state
     # The gradient of a broadcast or looked-up argument is a sum of its own, in float32.
     source = None if state.source is None else dataclasses.replace(state.source, wide_gradient=False)
