@@ -236,6 +236,16 @@ def test_an_overflow_that_enters_a_linear_solver_reaches_the_check(solver, order
     assert not jnp.isfinite(jmp.autocast(loss, "float16")(jnp.eye(16) * 1e4, 1.0))
 
 
+def test_an_inf_that_was_summed_in_float32_reaches_the_check_through_a_solver():
+    def loss(w):
+        right = jnp.sum(jnp.full((4, 16), 300.0) @ w, axis=0)
+        # As an iterative solver, which stops at once.
+        solver = lambda _, b: jnp.where(jnp.isfinite(b), b / 2, 0)
+        return jnp.sum(lax.custom_linear_solve(lambda v: 2 * v, right, solver, symmetric=True))
+
+    assert not jnp.isfinite(jmp.autocast(loss, "float16")(1e4 * jnp.eye(16)))
+
+
 # Models with a dtype of their own.
 
 
