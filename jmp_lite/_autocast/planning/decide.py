@@ -13,7 +13,7 @@ from .demand import Analysis
 from .elementwise import decide_elementwise, in_full, in_half, results_of, run_in_float32, store_half
 from .op import Op
 from .plan import Decision, Move, Product, Run, Skip, Take
-from .products import by_first_rule, decide_outer, decide_product, widens
+from .products import by_first_rule, decide_outer, decide_product, half_params, widens
 from .ruling import OUTER, Ruling, Why
 from .states import FLOAT32, HALF_SUM, KEPT, Kind, Source, State, moved
 from .wanted import Wanted
@@ -67,7 +67,9 @@ def _kept(op: Op, operands: Sequence[State], ruling: Ruling, wanted: Wanted, ana
     takes = _takes_of_kept_product(op, operands, ruling, half)
     if takes is None:
         return decision
-    return dataclasses.replace(decision, action=Product(takes, (half, half)), changed=True)
+    return dataclasses.replace(
+        decision, action=Product(takes, (half, half), half_params(op, half)), changed=True
+    )
 
 
 def _takes_of_kept_product(
