@@ -196,14 +196,13 @@ class Interpreter:
             return [Value(wide, {self.half: half})]
         results = list(map(Value, run(equation, arrays)))
         # Without a path at an operand, the gradients of the readers meet at the result, and no further back.
-        if action.paths and any(value.path is not None for value in operands):
+        if action.has_paths and any(value.path is not None for value in operands):
             wides = [
                 value.to(jnp.float32) if take is Take.HALF else array
                 for value, take, array in zip(operands, action.operands, arrays)
             ]
-            for result, path, is_read in zip(results, run(equation, wides), action.paths):
-                if is_read:
-                    self._attach_path(result, path)
+            for result, path in zip(results, run(equation, wides)):
+                self._attach_path(result, path)
         return results
 
     def _attach_path(self, value: Value, path: Array) -> None:

@@ -189,6 +189,18 @@ def test_what_a_scan_reads_is_no_constant():
     assert products(jmp.autocast(program), W, jnp.stack([X, X])) == [FULL]
 
 
+def test_a_grouped_matmul_that_a_loop_decides_by_stays_float32():
+    groups = jnp.array([1, 2, 1])
+    stack = jnp.stack([W, W, W])
+
+    def program(stack, x):
+        return to_a_tolerance(lambda z: 0.1 * jnp.tanh(lax.ragged_dot(z, stack, groups)), x)
+
+    assert products(jmp.autocast(program), stack, X) == [FULL]
+    # Its derivative is that of the program.
+    jax.eval_shape(lambda x: jax.jvp(lambda x: jmp.autocast(program)(stack, x), (x,), (x,)), X)
+
+
 def test_what_a_callback_gives_in_each_iteration_is_no_constant():
     def program(w, x):
         def step(x, _):

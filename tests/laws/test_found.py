@@ -443,6 +443,53 @@ def test_a_scalar_argument_that_is_added_is_not_rounded():
     assert operands_of("add", jmp.autocast(added), X, W, jnp.full(8, 1.001)) == ["bfloat16"]
 
 
+@pytest.mark.parametrize("options", [{}, {"rules": {"x": "bfloat16"}}])
+def test_what_is_computed_of_parameters_and_broadcast_or_looked_up_adapts(options):
+    def added(x, w, b, scale):
+        table = 2 * w[jnp.arange(4)] + (2 * w)[jnp.arange(4)]
+        return jnp.tanh(lax.clamp(-scale, x @ w + 2 * b, scale) + table) @ w
+
+    half = jmp.autocast(added, **options)
+    args = X, W, jnp.ones(8), jnp.float32(1.001)
+    assert operands_of("tanh", half, *args) == ["bfloat16"]
+    gain = jmp.autocast(lambda x, w, gain: ((x @ w) * gain) @ w)
+    assert operands_of("mul", gain, X, W, jnp.ones(8)) == ["float32"]
+
+
+def test_integers_of_the_program_that_become_numbers_adapt():
+    numbers = jnp.arange(32).reshape(4, 8)
+    constant = jmp.autocast(lambda x, w: jnp.tanh(x @ w + lax.iota("int32", 32).reshape(4, 8)) @ w)
+    assert operands_of("tanh", constant, X, W) == ["bfloat16"]
+    argument = jmp.autocast(lambda x, w, numbers: jnp.tanh(x @ w + numbers) @ w)
+    assert operands_of("tanh", argument, X, W, numbers) == ["float32"]
+
+
+def test_a_matmul_of_operands_of_which_one_has_another_dtype_stays_as_traced():
+    mixed = lambda x, w: lax.dot(x, w.astype(jnp.float16), preferred_element_type=jnp.float32)
+    assert products(jmp.autocast(mixed), X, W) == [("float32", "float16")]
+    (operation,) = (o for o in jmp.explain(jmp.autocast(mixed))(X, W).operations if o.name == "dot_general")
+    assert operation.reason == "an operand was traced in float16"
+
+
+def test_a_product_by_one_hot_labels_is_half_if_a_matmul_reads_it():
+    def picked(x, labels):
+        return jax.nn.one_hot(labels, 4) @ jnp.cumsum(x, axis=1)
+
+    labels = jnp.arange(4)
+    assert products(jmp.autocast(picked), X, labels) == [("float32", "float32")]
+    half = ("bfloat16", "bfloat16")
+    assert products(jmp.autocast(lambda x, labels: picked(x, labels) @ W), X, labels) == [half] * 2
+
+
+def test_the_gradients_of_an_outer_product_obey_the_options_of_its_arguments():
+    outer = lambda u, v: jnp.sum(jnp.tanh(jnp.einsum("i,j->ij", u, v)))
+    u, full = jnp.ones(8), ("float32",) * 3
+    grad = jax.grad(jmp.autocast(outer, reduce_dtype="float32"), (0, 1))
+    assert set(product_kinds(grad, u, u)) == {full}
+    kept = lambda u, v: outer(jmp.keep_float32(u), v)
+    assert set(product_kinds(jax.grad(jmp.autocast(kept), (0, 1)), u, u)) == {full}
+
+
 def test_a_number_of_one_branch_alone_is_not_rounded():
     def scaled(x, large):
         factor = lax.cond(large, lambda: jnp.float32(1e5), lambda: jnp.float32(0.5))

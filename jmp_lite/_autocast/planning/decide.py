@@ -27,7 +27,7 @@ def decide(op: Op, ruling: Ruling, operands: Sequence[State], analysis: Analysis
     """
     # From what the user asks for to what the operands are: the first answer counts.
     rules, wanted = analysis.rules, analysis.demand.of_results(op)
-    if ruling.rule is not None or any(state.rule is not None for state in operands):
+    if rules.scopes:
         ruling = by_first_rule(op, ruling, operands, rules)
     if ruling.reason:
         return _kept(op, operands, ruling, wanted, analysis)
@@ -130,7 +130,7 @@ def _moves_both(op: Op, operand: State, analysis: Analysis) -> bool:
     if operand.is_half:
         return op.traits.gathers or op.traits.copies
     is_wanted = analysis.demand.uses[op.equation.outvars[0]].in_half
-    if not is_wanted or operand.kind == Kind.OTHER:
+    if not is_wanted:
         return False
     # A backward pass transposes or reverses weights for the gradients of inputs: XLA would reverse the
     # float32 weights of a convolution, and cast them in a kernel of its own.
@@ -145,8 +145,7 @@ def _cast(op: Op, operand: State) -> Decision:
         action, result, reason = Skip(operand=0), operand, "float32 already"
     else:
         action, (result, reason) = Run((Take.AS_IS,)), _result_of_cast(source, target, operand)
-    changed = operand.is_half or result.is_half
-    return Decision(op, Category.AS_TRACED, action, (result,), reason, changed)
+    return Decision(op, Category.AS_TRACED, action, (result,), reason, changed=operand.is_half)
 
 
 def _result_of_cast(source: Var, target: Var, operand: State) -> tuple[State, str]:

@@ -82,8 +82,7 @@ class Move:
     # those of a copy are summed in float32. The half operand is cast before the move, so a gather across
     # devices sends half the bytes.
     both: bool = False
-    # One flag for each result: whether float32 operations read a half result (`pairs`).
-    paths: tuple[bool, ...] = ()
+    has_paths: bool = False  # Whether float32 operations read one of its half results (`pairs`).
     picks: bool = False  # Whether it is a lookup of one element of each row (`_jaxpr/picks.py`).
 
 

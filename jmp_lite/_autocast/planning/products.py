@@ -125,8 +125,7 @@ def _with_float32_result(decision: Decision, pattern: str, half: np.dtype) -> De
     gradients = action.gradients if isinstance(action, Product) else (half, half)
     action = Product(action.operands, gradients, half_params(op, half), params)
     reason = f"{decision.reason}; float32_results='{pattern}' keeps its result"
-    results = tuple(FLOAT32 if state.is_half else state for state in decision.results)
-    return dataclasses.replace(decision, action=action, results=results, reason=reason, why=Why.OPTION)
+    return dataclasses.replace(decision, action=action, results=(FLOAT32,), reason=reason, why=Why.OPTION)
 
 
 def _in_float8(

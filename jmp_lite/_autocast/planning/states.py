@@ -6,7 +6,7 @@ import enum
 import numpy as np
 
 from ..._jaxpr.inner import Role
-from ..._jaxpr.read import Var, is_float32
+from ..._jaxpr.read import Var
 from .op import Op
 
 
@@ -73,7 +73,7 @@ HALF_SUM = State(Kind.HALF, half_sum=True)
 
 def moved(op: Op, state: State, out: Var) -> State:
     """Returns the state of an operand after a move. A broadcast or looked-up argument then adapts."""
-    if not is_float32(out) or state.kind != Kind.ARGUMENT or not op.makes_adapting(out):
+    if state.kind != Kind.ARGUMENT or not op.makes_adapting(out):
         return state
     # The gradient of a broadcast or looked-up argument is a sum of its own, in float32.
     source = None if state.source is None else dataclasses.replace(state.source, wide_gradient=False)
@@ -116,7 +116,12 @@ def leaving(op: Op, state: State, carry: bool, stacked: bool) -> State:
 
 
 def merged(first: State, second: State) -> State:
-    """Returns the state of a result that comes from one of two branches: the wider one."""
+    """Returns the state of a result that comes from one of two branches: the wider one.
+
+    Examples:
+        >>> merged(State(Kind.OTHER, constant=True), OTHER) == OTHER  # A known integer and an unknown one.
+        True
+    """
     if first == second:
         return first
     if Kind.OTHER in (first.kind, second.kind):
