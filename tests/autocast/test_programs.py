@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
 from tests.support.halves import each_half
-from tests.support.jaxprs import equations, products
+from tests.support.jaxprs import equations, products, text
 from tests.support.small_programs import STACK, W, X
 
 ORDERS = {
@@ -243,7 +243,9 @@ def test_an_inf_that_was_summed_in_float32_reaches_the_check_through_a_solver():
         solver = lambda _, b: jnp.where(jnp.isfinite(b), b / 2, 0)
         return jnp.sum(lax.custom_linear_solve(lambda v: 2 * v, right, solver, symmetric=True))
 
-    assert not jnp.isfinite(jmp.autocast(loss, "float16")(1e4 * jnp.eye(16)))
+    half = jmp.autocast(loss, "float16")
+    assert not jnp.isfinite(half(1e4 * jnp.eye(16)))
+    assert text(jmp.autocast(half, "float16"), jnp.eye(16)) == text(half, jnp.eye(16))  # Once is enough.
 
 
 # Models with a dtype of their own.
