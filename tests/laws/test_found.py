@@ -326,6 +326,23 @@ def test_half_sums_leaves_sums_of_scalars_alone():
     assert [o.outputs[0] for o in found if o.name == "add"] == ["float32[]", "float32[]", "bfloat16[4,8]"]
 
 
+def test_half_sums_leaves_sums_without_a_matmul_alone():
+    def model(w, x):
+        x = x + jnp.sin(x)
+        return (x + x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True)) @ w) @ w
+
+    found = jmp.explain(jmp.autocast(model, half_sums="**"))(W, X).operations
+    assert [o.outputs[0] for o in found if o.name == "add"] == ["float32[4,8]", "bfloat16[4,8]"]
+
+
+def test_half_sums_leaves_indexes_alone():
+    def model(w, x):
+        expert = jnp.argmax(x @ w, axis=-1) + 1
+        return (x + x @ w + w[expert]) @ w
+
+    jax.eval_shape(jmp.autocast(model, "bfloat16", half_sums="**"), W, X)
+
+
 def test_half_sums_leaves_accumulators_alone():
     def chunked(w, x):
         add = lambda total, pair: (total + pair[0] @ pair[1], None)
