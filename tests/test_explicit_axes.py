@@ -119,7 +119,9 @@ def test_a_weight_is_cast_before_reshard_gathers_it_and_its_gradient_after(order
     assert compiled.count(" all-gather(") == 2
     # With `reduce_dtype` the gradients move in float32, and the weights still in half.
     wide = grad(reduce_dtype="float32")
-    assert resharded(wide, params, x).count(("float32", str(P("data", None)))) == 2
+    moved = resharded(wide, params, x)
+    assert moved.count(("float32", str(P("data", None)))) == 2
+    assert moved.count(("bfloat16", str(P(None, None)))) == 2
     assert jax.jit(wide).lower(params, x).compile().as_text().count(" all-gather(") == 2
 
 

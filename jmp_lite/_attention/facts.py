@@ -33,7 +33,7 @@ MASKED = -1e4
 
 _LARGEST = 2**26  # The size of the largest mask that is computed while tracing: 8192 queries and keys.
 # Operations that make masks, beside those that the table calls `pointwise`.
-_LOGICAL = {"and", "or", "not", "xor", "convert_element_type", "clamp"}
+_LOGICAL = {"and", "or", "not", "xor", "convert_element_type"}
 
 
 class NotFused(Exception):

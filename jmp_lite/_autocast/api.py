@@ -204,7 +204,7 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
             return full_precision(fun)(*args, **kwargs)
         traced, planner, plan = prepare(fun, settings, args, kwargs)
         planner.scopes.check()
-        if plan.float8:
+        if plan.in_fp8:
             warn_without_float8()
         option = _option_without_forward_mode(settings, plan)
         # JAX takes the derivative while the plan runs, so its errors about derivatives come out here.
@@ -227,7 +227,7 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
 
 def _option_without_forward_mode(settings: Rules, plan: Plan) -> str:
     """Returns the option whose matmuls have reverse-mode derivatives alone; empty for none."""
-    if plan.float8:
+    if plan.in_fp8:
         return "dtype 'float8'"
     return "" if settings.reduce_dtype is None else "reduce_dtype='float32'"
 

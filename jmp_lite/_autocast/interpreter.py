@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .._float8.action import Float8, cast_to_float8
@@ -141,7 +140,7 @@ class Interpreter:
         """Returns the casts of a loop's constant that the body may read. They stand in front of the loop."""
         # XLA drops those that the body does not read.
         casts: dict[Any, Any] = {self.half: value.to(self.half)}
-        if plan.float8 and value.native.ndim > 1:
+        if plan.in_fp8 and value.native.ndim > 1:
             casts[FORWARD] = cast_to_float8(value, value.native, FORWARD)
         return casts
 
@@ -171,8 +170,7 @@ class Interpreter:
     def _product(self, equation: Equation, action: Product, operands: list[Value]) -> Array:
         arrays = self._operands(equation, action, operands)
         product = _product(equation, action.params)
-        # The products of the derivatives. What the program asks of this one means nothing in half.
-        half_product = _product(equation, {"preferred_element_type": self.half, "precision": None})
+        half_product = _product(equation, action.half_params)  # The products of the derivatives.
         is_wide = [dtype == jnp.float32 for dtype in action.gradients]
         if any(is_wide):  # The gradient of a weight in float32, by a `custom_vjp`.
             wide = [value.to(jnp.float32) if flag else None for value, flag in zip(operands, is_wide)]
@@ -198,14 +196,13 @@ class Interpreter:
             return [Value(wide, {self.half: half})]
         results = list(map(Value, run(equation, arrays)))
         # Without a path at an operand, the gradients of the readers meet at the result, and no further back.
-        if action.paths and any(value.path is not None for value in operands):
+        if action.has_paths and any(value.path is not None for value in operands):
             wides = [
                 value.to(jnp.float32) if take is Take.HALF else array
                 for value, take, array in zip(operands, action.operands, arrays)
             ]
-            for result, path, is_read in zip(results, run(equation, wides), action.paths):
-                if is_read:
-                    self._attach_path(result, path)
+            for result, path in zip(results, run(equation, wides)):
+                self._attach_path(result, path)
         return results
 
     def _attach_path(self, value: Value, path: Array) -> None:
@@ -280,9 +277,7 @@ Handler = Callable[[Interpreter, Equation, Call, list[Value]], list[Value]]
 
 def _constant(array: Array, state: State) -> Value:
     """Returns a constant as a value; a number that is known while tracing is written into the program."""
-    # A `jax.Array` may be a tracer, whose number is not known.
-    known = isinstance(array, (float, np.generic, np.ndarray))
-    return Value(array, number=state.number if known else None)
+    return Value(array, number=state.number)
 
 
 def _product(equation: Equation, params: dict[str, Any]) -> Callable[[Array, Array], Array]:

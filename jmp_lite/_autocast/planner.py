@@ -33,7 +33,7 @@ from .planning.plan import Call, Decision, Inside, Plan, Run, Take, conversion
 from .planning.rules import Rules, first_match
 from .planning.ruling import Ruling, estimate_of_state
 from .planning.scopes import Scopes
-from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, Source, State, entering, fits, join, leaving
+from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, Source, State, entering, fits, leaving, merged
 from .planning.wanted import Wanted
 
 # None of them changes the dtype in which an operation of the plan multiplies.
@@ -197,7 +197,7 @@ def _results_of_call(op: Op, plans: Sequence[Plan], wanted: Sequence[Wanted]) ->
             if index is not None:
                 is_stacked = op.name == "scan" and wanted[index] > Wanted.NO
                 state = leaving(op, state, carry, is_stacked)
-                results[index] = join(results[index], state) if index in results else state
+                results[index] = merged(results[index], state) if index in results else state
     return tuple(results[index] for index in range(len(op.equation.outvars)))
 
 
@@ -207,7 +207,7 @@ def _handler(op: Op, operands: Sequence[State], plans: Sequence[Plan]) -> str:
     # or the rule has no forward mode, autocast makes a backward rule of it.
     if op.name != "custom_jvp_call":
         return op.name
-    own_dtypes = any(state.wide_gradient for state in operands) or any(plan.float8 for plan in plans)
+    own_dtypes = any(state.wide_gradient for state in operands) or any(plan.in_fp8 for plan in plans)
     return "custom_vjp_call" if own_dtypes or is_reverse_only(op.equation) else op.name
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .._jaxpr.bind import bind, cast
 from .._jaxpr.precision import only_own_precisions
-from .._jaxpr.read import Array, Equation, Var, is_float32, is_floating, sources_of_outputs
+from .._jaxpr.read import Array, Equation, Var, is_float32, sources_of_outputs
 from .interpreter import Interpreter
 from .planning.op import Context
 from .planning.plan import Inside, conversion
@@ -55,25 +54,19 @@ class TracedRule:
 
     def jvp(self, primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
         """The forward-mode rule of a `custom_jvp`: the results and their tangents."""
-        given, outvars = self._by_operand(tangents), self.equation.outvars
+        given = self._by_operand(tangents)
         perturbed = [index for index, x in given.items() if not isinstance(x, SymbolicZero)]
-        moved = [index for index, var in enumerate(outvars) if is_floating(var)]
 
         def rule(arrays: list[Array], directions: list[Array]) -> tuple[list[Array], list[Array]]:
             fun, operands = self._of_perturbed(arrays, perturbed)
-            results, changes = jax.jvp(fun, operands, tuple(directions))
-            return results, [changes[index] for index in moved]
+            return jax.jvp(fun, operands, tuple(directions))
 
         directions = [_tangent(given[index], self.equation.invars[index]) for index in perturbed]
         states, pairs = self.inside.plan.results, self.pairs_out
-        states = (*states, *(states[index] for index in moved))
-        paired = (*pairs, *(len(outvars) + moved.index(index) for index in pairs))
+        paired = (*pairs, *(len(states) + index for index in pairs))
         with self.interpreter.in_linear_rule():
-            run = self._run(rule, self._inputs(primals), directions, states, paired)
-        (results, moving), _, paths = run
-        changes = dict(zip(moved, moving, strict=True))
-        zero = lambda var: np.zeros(var.aval.shape, jax.dtypes.float0)
-        of_results = [changes.get(index, zero(var)) for index, var in enumerate(outvars)]
+            run = self._run(rule, self._inputs(primals), directions, (*states, *states), paired)
+        (results, of_results), _, paths = run
         return results + paths[: len(pairs)], of_results + paths[len(pairs) :]
 
     def forward(self, *given: Any) -> tuple[list[Array], jax.tree_util.Partial]:
@@ -137,7 +130,7 @@ class TracedRule:
         Those of a pair, in half and of its path, are summed in float32.
         """
         count = len(self.equation.outvars)
-        arriving = {n: cotangents[n] for n, var in enumerate(self.equation.outvars) if is_floating(var)}
+        arriving = dict(enumerate(cotangents[:count]))
         for index, of_path in zip(self.pairs_out, cotangents[count:], strict=True):
             arriving[index] = _sum(arriving[index], of_path)
         return {n: x for n, x in arriving.items() if not isinstance(x, SymbolicZero)}
@@ -160,11 +153,11 @@ class TracedRule:
         return list(zip(values, self.inside.plan.inputs, strict=True))
 
     def _by_operand(self, given: Sequence[Any]) -> dict[int, Any]:
-        """Returns what JAX gives for each operand with a derivative, by its index; of a pair, its path's."""
+        """Returns what JAX gives for each operand, by its index; of a pair, its path's."""
         first, invars = len(self.closed_over), self.equation.invars
         entries = dict(enumerate(given, start=first))
         entries |= dict(zip(self.pairs_in, given[len(invars) - first :], strict=True))
-        return {n: entries[n] for n in range(first, len(invars)) if is_floating(invars[n])}
+        return {n: entries[n] for n in range(first, len(invars))}
 
     def _of_perturbed(
         self, arrays: Sequence[Array], perturbed: Sequence[int]

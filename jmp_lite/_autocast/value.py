@@ -40,14 +40,14 @@ class Value:
 
     def to(self, dtype: Any) -> Array:
         """Returns the value in `dtype`, float32 or the half dtype."""
-        if self.number is not None:  # It needs no cast, and stays as it is in float32.
+        if self.number is not None:  # It needs no cast.
             with np.errstate(over="ignore"):  # As JAX casts: a number beyond float16 is inf.
-                return self.native if dtype == jnp.float32 else np.asarray(self.number, dtype)
+                return np.asarray(self.number, dtype)
         if self.native.dtype == dtype:
             return self.native
         is_first = dtype not in self.casts
         if is_first:
-            has_path = self.path is not None and dtype == jnp.float32
+            has_path = self.path is not None
             self.casts[dtype] = widen(self.native, self.path) if has_path else cast(self.native, dtype)
         # All float32 readers of a half value share one cast, and meet there. The gradients of the half
         # readers of a float32 value meet at the value, in float32.

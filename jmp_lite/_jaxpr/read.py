@@ -10,8 +10,10 @@ them:
 - the names that JAX itself writes into a name stack: `jvp(`, `transpose(` and `rematted_computation`;
 - the names of the parameters of the operations that run jaxprs.
 
-Only this file reads them, and for the parameters `inner` and `calls`. tests/jaxpr/test_read.py has a test for
-each field and each parameter: these tests fail first when a new JAX changes one.
+Only this file reads the first four. `inner` and `calls` know the parameters of each operation that runs
+jaxprs, and other files read single ones, such as the `jaxpr` of a `jit`. Other parameters, such as
+`dimension_numbers`, are those of the functions in `jax.lax`, which documents them. tests/jaxpr/test_read.py
+has a test for each field and each parameter: these tests fail first when a new JAX changes one.
 """
 
 import contextlib
@@ -83,7 +85,7 @@ def without_constants(jaxpr: Jaxpr) -> Jaxpr:
 def with_equations(jaxpr: Jaxpr, equations: Sequence[Equation]) -> Jaxpr:
     inside = open_jaxpr(jaxpr).replace(eqns=list(equations))
     # An open jaxpr stays open. In a JAX before 0.11 a closed one is a pair of an open one and its constants.
-    return inside if inside is jaxpr or not hasattr(jaxpr, "jaxpr") else jaxpr.replace(jaxpr=inside)
+    return jaxpr.replace(jaxpr=inside) if hasattr(jaxpr, "jaxpr") else inside
 
 
 _FLOAT32 = np.dtype(np.float32)  # Dtypes are compared faster with it than with `jnp.float32`.
@@ -298,8 +300,7 @@ def users_line(equation: Equation) -> str:
     frames = iter(equation.source_info.traceback.frames)
     while not next(frames).file_name.startswith(_OURS):
         pass
-    outside = (frame for frame in frames if not frame.file_name.startswith((_OURS, _JAX)))
-    return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in outside), line)
+    return _first_line(frame for frame in frames if not frame.file_name.startswith((_OURS, _JAX))) or line
 
 
 def calling_line(equation: Equation) -> str:
@@ -307,9 +308,8 @@ def calling_line(equation: Equation) -> str:
     line = source_line(equation)
     if not line.startswith(_OURS) and not any(name in line for name in _PACKAGES):
         return ""
-    is_package = lambda name: any(package in name for package in _PACKAGES) or name.startswith((_OURS, _JAX))
-    outside = (frame for frame in equation.source_info.traceback.frames if not is_package(frame.file_name))
-    return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in outside), "")
+    frames = equation.source_info.traceback.frames
+    return _first_line(frame for frame in frames if not _is_of_package(frame.file_name))
 
 
 def casting_line(equation: Equation) -> str:
@@ -317,19 +317,26 @@ def casting_line(equation: Equation) -> str:
 
     Empty if no such function did, or if an adapter of ours called it for a model.
     """
-    frames = [f for f in equation.source_info.traceback.frames if not f.file_name.startswith(_JAX)]
-    inner = list(itertools.takewhile(lambda frame: frame.file_name.startswith(_OURS), frames))
-    if not inner or any(f"{os.sep}_flax{os.sep}" in frame.file_name for frame in inner):
-        return ""
-    return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in frames[len(inner) :]), "")
+    files = (frame.file_name for frame in equation.source_info.traceback.frames)
+    inner = list(itertools.takewhile(lambda file: file.startswith((_OURS, _JAX)), files))
+    is_ours = any(file.startswith(_OURS) for file in inner)
+    is_adapter = any(f"{os.sep}_flax{os.sep}" in file for file in inner)
+    return users_line(equation) if is_ours and not is_adapter else ""
 
 
 def users_stacklevel() -> int:
     """Returns the `stacklevel` with which a warning of the caller names the line of the user's program."""
     # `skip_file_prefixes` of `warnings.warn` needs Python 3.12.
     files = [frame.filename for frame in inspect.stack(context=0)[1:]]
-    is_package = lambda name: any(package in name for package in _PACKAGES) or name.startswith((_OURS, _JAX))
-    return next((number for number, file in enumerate(files, 1) if not is_package(file)), 1)
+    return next((number for number, file in enumerate(files, 1) if not _is_of_package(file)), 1)
+
+
+def _first_line(frames: Iterator[Any]) -> str:
+    return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in frames), "")
+
+
+def _is_of_package(file: str) -> bool:
+    return any(package in file for package in _PACKAGES) or file.startswith((_OURS, _JAX))
 
 
 _PACKAGES = ("site-packages", "dist-packages")

@@ -426,6 +426,9 @@ _left("values of another size", "other features", (heads(0), heads(1), normal(2,
 _left("a mask of small numbers", "a mask replaces scores by numbers that may be above -10000")(
     lambda q, k, v: mix(jax.nn.softmax(jnp.where(CAUSAL, scores_of(q, k), -30.0)), v)
 )
+_left("a factor behind a mask", "the scores pass through mul")(  # It brings the mask back to -1.
+    lambda q, k, v: mix(jax.nn.softmax(jnp.where(CAUSAL, scores_of(q, k), -1e5) * 1e-5), v)
+)
 _left("two products", "the scores are combined", (*qkv(), heads(3)))(
     lambda q, k, v, p: mix(jax.nn.softmax(scores_of(q, k) + scores_of(q, p)), v)
 )

@@ -198,6 +198,36 @@ def test_the_law_holds_for_a_residual_sum_in_half():
     assert not rounded_sums(jax.make_jaxpr(jax.grad(half))(jnp.ones((WIDTH, CLASSES))))
 
 
+def test_the_law_holds_for_a_sum_with_a_bias_that_two_functions_read():
+    def fun(w, bias, head):
+        spread = jnp.exp(X @ w + bias)
+        return jnp.sum((2 * spread) @ head) + jnp.sum((1 + spread) @ head)
+
+    args = jnp.ones((WIDTH, CLASSES)), jnp.ones(CLASSES), jnp.ones((CLASSES, 8))
+    assert not rounded_sums(jax.make_jaxpr(jax.grad(jmp.autocast(fun, "float16"), (0, 1)))(*args))
+
+
+def test_the_law_holds_for_what_a_call_returns_as_it_is():
+    def fun(w):
+        logits = X @ w
+        moved = jax.jit(jnp.transpose)(logits)
+        return jnp.sum(jnp.exp(logits)) + jnp.sum(jnp.sin(moved))
+
+    closed = jax.make_jaxpr(jax.grad(jmp.autocast(fun, "float16")))(jnp.ones((WIDTH, CLASSES)))
+    assert not rounded_sums(closed)
+
+
+def test_the_law_holds_for_the_matrix_of_a_linear_solve():
+    """As in the likelihood of a Gaussian process with a learned kernel."""
+
+    def fun(w):
+        kernel = w @ w.T
+        return jnp.linalg.slogdet(kernel)[1] + jnp.sum(jnp.linalg.solve(kernel, jnp.ones(CLASSES)))
+
+    closed = jax.make_jaxpr(jax.grad(jmp.autocast(fun, "float16")))(jnp.eye(CLASSES, WIDTH))
+    assert not rounded_sums(closed)
+
+
 def test_a_checkpoint_keeps_a_pair_in_half():
     def fun(w):
         logits = X @ w

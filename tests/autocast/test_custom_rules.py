@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.custom_derivatives import SymbolicZero
 
@@ -169,6 +170,41 @@ def perturbation_rules():
 
     with_jvp.defjvp(rule, symbolic_zeros=True)
     return with_vjp, with_jvp, seen
+
+
+@EACH_ORDER
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+def test_a_rule_may_take_and_give_integers(kind, order, half):
+    labels = jnp.arange(4)
+
+    def plain(x, w, labels):
+        return (x @ w)[jnp.arange(4), labels], labels + 1
+
+    if kind == "custom_vjp":
+        fun = jax.custom_vjp(plain)
+        fun.defvjp(
+            lambda x, w, labels: (plain(x, w, labels), (x, w, labels)),
+            lambda saved, g: (*jax.vjp(lambda x, w: plain(x, w, saved[2])[0], *saved[:2])[1](g[0]), None),
+        )
+    else:
+        fun = jax.custom_jvp(plain)
+
+        @fun.defjvp
+        def rule(primals, tangents):
+            x, w, labels = primals
+            of_x, of_w = jax.jvp(lambda x, w: plain(x, w, labels)[0], (x, w), tangents[:2])
+            return (of_x, labels + 1), (of_w, np.zeros(4, jax.dtypes.float0))
+
+    def loss(w):
+        picked, following = fun(X, w, labels)
+        return jnp.sum(jnp.sin(picked)) + jnp.sum(picked * following)
+
+    grad = jax.grad(jmp.autocast(loss, half)) if order == "inside" else jmp.autocast(jax.grad(loss), half)
+    assert set(products(grad, W)) == {(half, half)}
+    exact = jax.grad(
+        lambda w: jnp.sum(jnp.sin(plain(X, w, labels)[0])) + plain(X, w, labels)[0] @ (labels + 1.0)
+    )
+    assert_close(grad(W), exact(W), half, factor=16)
 
 
 def test_a_batching_rule_of_the_user_gives_a_batch():

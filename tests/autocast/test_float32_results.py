@@ -77,6 +77,14 @@ def test_large_logits_lose_nothing_but_the_rounding_of_the_operands():
     assert error(float32_results="head") < 1e-4
 
 
+def test_a_float32_result_may_be_transposed_on_a_cpu():
+    # Without a barrier behind the matmul, XLA cannot run it on bfloat16 operands there.
+    transposed = jmp.autocast(lambda x, w: (x @ w).T, "bfloat16", float32_results="**")
+    half = [each.astype("bfloat16").astype("float32") for each in (X, PARAMS["body"])]
+    found = jax.jit(transposed)(X, PARAMS["body"])
+    np.testing.assert_allclose(found, (half[0] @ half[1]).T, rtol=1e-5, atol=1e-5)
+
+
 def test_explain_says_which_pattern_kept_the_result():
     report = jmp.explain(jmp.autocast(loss_fn, "float16", float32_results="head"))(PARAMS, X, Y)
     reasons = [row.reason for row in report.operations if row.name == "dot_general"]

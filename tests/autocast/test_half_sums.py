@@ -108,6 +108,16 @@ def test_two_streams_that_change_places_are_both_in_half():
     assert np.linalg.norm(found[1] - exact[1]) < 0.05 * np.linalg.norm(exact[1])
 
 
+def test_a_sum_in_one_branch_and_a_matmul_in_the_other_are_in_half():
+    def program(w, x):
+        x = jax.lax.cond(x[0, 0] > 0, lambda x: x + x @ w, lambda x: x @ w, x)
+        return x @ w
+
+    half = jmp.autocast(program, "bfloat16", half_sums="**")
+    (cond,) = (e for e in jax.make_jaxpr(half)(jnp.ones((16, 16)), X).eqns if e.primitive.name == "cond")
+    assert [var.aval.dtype.name for var in cond.outvars] == ["bfloat16"]
+
+
 def test_the_carry_of_a_while_loop_stays_in_float32():
     def loss(w, x):
         body = lambda carry: (carry[0] + 1, carry[1] + jnp.tanh(carry[1] @ w))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
 from tests.support.halves import each_half
-from tests.support.jaxprs import equations, products
+from tests.support.jaxprs import equations, products, text
 from tests.support.small_programs import STACK, W, X
 
 ORDERS = {
@@ -234,6 +234,18 @@ def test_an_overflow_that_enters_a_linear_solver_reaches_the_check(solver, order
     assert_close(grad(jnp.eye(16), 2.0**-16), jax.grad(loss)(jnp.eye(16), 2.0**-16), "float16", factor=16)
     # Forwards: the right side is beyond float16.
     assert not jnp.isfinite(jmp.autocast(loss, "float16")(jnp.eye(16) * 1e4, 1.0))
+
+
+def test_an_inf_that_was_summed_in_float32_reaches_the_check_through_a_solver():
+    def loss(w):
+        right = jnp.sum(jnp.full((4, 16), 300.0) @ w, axis=0)
+        # As an iterative solver, which stops at once.
+        solver = lambda _, b: jnp.where(jnp.isfinite(b), b / 2, 0)
+        return jnp.sum(lax.custom_linear_solve(lambda v: 2 * v, right, solver, symmetric=True))
+
+    half = jmp.autocast(loss, "float16")
+    assert not jnp.isfinite(half(1e4 * jnp.eye(16)))
+    assert text(jmp.autocast(half, "float16"), jnp.eye(16)) == text(half, jnp.eye(16))  # Once is enough.
 
 
 # Models with a dtype of their own.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
-from tests.support.jaxprs import equations, product_kinds, text
+from tests.support.jaxprs import equations, product_kinds, products, text
 from tests.support.small_programs import STACK, B, V, W, X, in_mesh, layer, with_jvp, with_vjp
 
 wide = functools.partial(jmp.autocast, dtype="float16", reduce_dtype="float32")
@@ -76,6 +76,20 @@ def test_only_the_products_that_make_weight_gradients_give_float32_in_both_order
     assert inside == outside == {HALF: plain - 3 - of_w, WIDE: 3 + of_w}
     half_inside, half_outside = (product_kinds(grad, X, V, W, B) for grad in both_orders(loss))
     assert half_inside == half_outside == {HALF: plain}
+
+
+def test_the_rule_of_a_custom_jvp_gives_weight_gradients_in_float32():
+    fun = lambda x, w: jnp.sum(with_jvp(dense)(x, w))
+    assert product_kinds(jax.grad(wide(fun), (0, 1)), X, W) == {WIDE: 2, HALF: 1}
+
+
+def test_the_weight_gradient_of_a_convolution_is_half():
+    axes = "NHWC", "HWIO", "NHWC"
+    fun = lambda k, x: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=axes)
+    loss = lambda k, x: jnp.sum(jnp.tanh(fun(k, x)))
+    args = jnp.ones((3, 3, 2, 2)), jnp.ones((1, 4, 4, 2))
+    for grad in (jax.grad(wide(loss)), wide(jax.grad(loss))):
+        assert products(grad, *args) == [HALF[:2]] * 2
 
 
 @pytest.mark.cases(fast=1, slow=1)

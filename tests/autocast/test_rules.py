@@ -65,6 +65,13 @@ def test_an_operation_without_a_half_version_cannot_be_put_on_a_list_of_half_ope
         jmp.autocast(mlp, deny=[name])
 
 
+def test_a_gradient_by_an_outer_product_is_off_the_list_with_the_others():
+    grad = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+    for off in ({"allow": ["-dot_general"]}, {"deny": ["dot_general"]}):
+        assert text(jmp.autocast(grad, **off), W, X[:1]) == text(grad, W, X[:1])
+    assert ":bfloat16[8,8]" in text(jmp.autocast(grad), W, X[:1])
+
+
 def test_options_reach_into_calls():
     def fun(x, w):
         return lax.scan(lambda x, _: (jax.jit(jnp.tanh)(x @ w), None), x, length=2)[0]

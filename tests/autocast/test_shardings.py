@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from tests.support.closeness import assert_close
-from tests.support.jaxprs import equations, products
-from tests.support.small_programs import B, W, X
+from tests.support.jaxprs import equations, operands_of, products
+from tests.support.small_programs import ORDERS, B, W, X
 
 
 def stacks(fun, *args):
@@ -75,6 +75,24 @@ def test_donation_to_an_outer_and_to_an_inner_jit_survives():
     twice = lambda w, x: inner(inner(w * 1.0, x), x)
     assert_close(jmp.autocast(twice)(W, X), twice(W, X), "bfloat16", factor=16)
     assert_close(jax.jit(jmp.autocast(twice))(W, X), twice(W, X), "bfloat16", factor=16)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_devices_send_half_and_sum_the_gradients_in_float32(order):
+    """Fully sharded weights, and activations that each device gathers."""
+
+    def layer(w, x):
+        w = lax.all_gather(w, "i", tiled=True)
+        hidden = lax.all_gather(x @ w, "i", tiled=True)
+        return lax.psum(jnp.sum(jnp.tanh(hidden) @ w), "i")
+
+    split = P("i"), P("i")
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
+    loss = jax.shard_map(layer, mesh=mesh, in_specs=split, out_specs=P(), check_vma=False)
+    grad = jax.grad(jmp.autocast(loss)) if order == "inside" else jmp.autocast(jax.grad(loss))
+    # XLA drops the copies in float32, which only carry the gradients.
+    assert sorted(operands_of("all_gather", grad, W, X)) == ["bfloat16"] * 2 + ["float32"] * 2
+    assert operands_of("reduce_scatter", grad, W, X) == ["float32"] * 2
 
 
 @pytest.mark.slow

@@ -159,6 +159,20 @@ def test_padded_rows_are_not_computed_again(length, again):
     assert ("float32" not in dtypes_kept(off_by_one, length)) == again
 
 
+def masked_sum(s):
+    exps = jnp.exp(s)
+    return exps / jnp.sum(jnp.where(s > 0, exps, 0), axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("nearly", [masked_sum, lambda s: by_hand(s - jax.lax.max(s, 0.0))])
+def test_what_is_nearly_a_softmax_has_a_derivative_of_its_own(nearly):
+    """Another sum divides, or each score is shifted by another number."""
+    scores, values = normal(16, 16), normal(16, 8)
+    loss = lambda scores: jnp.mean(jnp.sin(nearly(scores @ jnp.eye(16)) @ values))
+    found, expected = (jax.jit(jax.grad(f))(scores) for f in (jmp.autocast(loss), loss))
+    assert jnp.linalg.norm(found - expected) < 0.05 * jnp.linalg.norm(expected)
+
+
 @each_half
 def test_the_derivative_from_rounded_weights_is_exact_where_one_weight_is_nearly_1(half):
     """Without the division by their sum it would be 16 times as far off: rounded, w near 1 loses 1 - w."""

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import jmp_lite as jmp
 from tests.support.halves import each_half
@@ -186,6 +187,30 @@ def test_what_a_scan_reads_is_no_constant():
         return lax.scan(step, jnp.zeros_like(X), xs)[0]
 
     assert products(jmp.autocast(program), W, jnp.stack([X, X])) == [FULL]
+
+
+def test_a_grouped_matmul_that_a_loop_decides_by_stays_float32():
+    groups = jnp.array([1, 2, 1])
+    stack = jnp.stack([W, W, W])
+
+    def program(stack, x):
+        return to_a_tolerance(lambda z: 0.1 * jnp.tanh(lax.ragged_dot(z, stack, groups)), x)
+
+    assert products(jmp.autocast(program), stack, X) == [FULL]
+    # Its derivative is that of the program.
+    jax.eval_shape(lambda x: jax.jvp(lambda x: jmp.autocast(program)(stack, x), (x,), (x,)), X)
+
+
+def test_what_a_callback_gives_in_each_iteration_is_no_constant():
+    def program(w, x):
+        def step(x, _):
+            draw = io_callback(lambda: np.ones((4, 8), np.float32), jax.ShapeDtypeStruct((4, 8), "float32"))
+            new = draw @ w
+            return jnp.where(jnp.max(new) < jnp.max(x), new, x), None
+
+        return lax.scan(step, x, length=2)[0]
+
+    assert products(jmp.autocast(program), W, X) == [FULL]
 
 
 def test_a_rule_that_gives_half_brings_the_loop_to_half():

@@ -315,6 +315,34 @@ def test_half_sums_leaves_the_recursion_of_a_loss_alone(order, half):
     assert error(in_order(order, model, half, half_sums="**")(w), jax.grad(loss)(w)) < 0.03
 
 
+def test_half_sums_leaves_sums_of_scalars_alone():
+    def model(w, x):
+        balance = (x @ w)[0, 0]  # As the auxiliary losses of a mixture of experts.
+        for _ in range(2):
+            balance = balance + jnp.mean(jnp.square(x @ w))
+        return ((x + x @ w) * balance) @ w
+
+    found = jmp.explain(jmp.autocast(model, half_sums="**"))(W, X).operations
+    assert [o.outputs[0] for o in found if o.name == "add"] == ["float32[]", "float32[]", "bfloat16[4,8]"]
+
+
+def test_half_sums_leaves_sums_without_a_matmul_alone():
+    def model(w, x):
+        x = x + jnp.sin(x)
+        return (x + x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True)) @ w) @ w
+
+    found = jmp.explain(jmp.autocast(model, half_sums="**"))(W, X).operations
+    assert [o.outputs[0] for o in found if o.name == "add"] == ["float32[4,8]", "bfloat16[4,8]"]
+
+
+def test_half_sums_leaves_indexes_alone():
+    def model(w, x):
+        expert = jnp.argmax(x @ w, axis=-1) + 1
+        return (x + x @ w + w[expert]) @ w
+
+    jax.eval_shape(jmp.autocast(model, "bfloat16", half_sums="**"), W, X)
+
+
 def test_half_sums_leaves_accumulators_alone():
     def chunked(w, x):
         add = lambda total, pair: (total + pair[0] @ pair[1], None)
@@ -423,6 +451,83 @@ def test_a_factor_that_half_rounds_badly_is_not_rounded(half):
     # The rounding errors of 0.7 and 0.3 are over a quarter of the largest one, that of 1 / sqrt(128) is not.
     assert [dtype_of(number) for number in (0.7, 0.3, 0.3 * 2**9)] == [["float32"]] * 3
     assert [dtype_of(number) for number in (0.5, 128**-0.5, 256.0)] == [[half]] * 3
+
+
+def test_a_scalar_argument_that_is_added_is_not_rounded():
+    # All elements of the sum would be off by the same amount, while the roundings of an array cancel out.
+    added = lambda x, w, shift: ((x @ w) + shift) @ w
+    assert operands_of("add", jmp.autocast(added), X, W, jnp.float32(1.001)) == ["float32"]
+    assert operands_of("add", jmp.autocast(added), X, W, jnp.full(8, 1.001)) == ["bfloat16"]
+
+
+@pytest.mark.parametrize("options", [{}, {"rules": {"x": "bfloat16"}}])
+def test_what_is_computed_of_parameters_and_broadcast_or_looked_up_adapts(options):
+    def added(x, w, b, scale):
+        table = 2 * w[jnp.arange(4)] + (2 * w)[jnp.arange(4)]
+        return jnp.tanh(lax.clamp(-scale, x @ w + 2 * b, scale) + table) @ w
+
+    half = jmp.autocast(added, **options)
+    args = X, W, jnp.ones(8), jnp.float32(1.001)
+    assert operands_of("tanh", half, *args) == ["bfloat16"]
+    gain = jmp.autocast(lambda x, w, gain: ((x @ w) * gain) @ w)
+    assert operands_of("mul", gain, X, W, jnp.ones(8)) == ["float32"]
+
+
+def test_integers_of_the_program_that_become_numbers_adapt():
+    numbers = jnp.arange(32).reshape(4, 8)
+    constant = jmp.autocast(lambda x, w: jnp.tanh(x @ w + lax.iota("int32", 32).reshape(4, 8)) @ w)
+    assert operands_of("tanh", constant, X, W) == ["bfloat16"]
+    argument = jmp.autocast(lambda x, w, numbers: jnp.tanh(x @ w + numbers) @ w)
+    assert operands_of("tanh", argument, X, W, numbers) == ["float32"]
+
+
+def test_a_matmul_of_operands_of_which_one_has_another_dtype_stays_as_traced():
+    mixed = lambda x, w: lax.dot(x, w.astype(jnp.float16), preferred_element_type=jnp.float32)
+    assert products(jmp.autocast(mixed), X, W) == [("float32", "float16")]
+    (operation,) = (o for o in jmp.explain(jmp.autocast(mixed))(X, W).operations if o.name == "dot_general")
+    assert operation.reason == "an operand was traced in float16"
+
+
+def test_a_product_by_one_hot_labels_is_half_if_a_matmul_reads_it():
+    def picked(x, labels):
+        return jax.nn.one_hot(labels, 4) @ jnp.cumsum(x, axis=1)
+
+    labels = jnp.arange(4)
+    assert products(jmp.autocast(picked), X, labels) == [("float32", "float32")]
+    half = ("bfloat16", "bfloat16")
+    assert products(jmp.autocast(lambda x, labels: picked(x, labels) @ W), X, labels) == [half] * 2
+
+
+def test_the_gradients_of_an_outer_product_obey_the_options_of_its_arguments():
+    outer = lambda u, v: jnp.sum(jnp.tanh(jnp.einsum("i,j->ij", u, v)))
+    u, full = jnp.ones(8), ("float32",) * 3
+    grad = jax.grad(jmp.autocast(outer, reduce_dtype="float32"), (0, 1))
+    assert set(product_kinds(grad, u, u)) == {full}
+    kept = lambda u, v: outer(jmp.keep_float32(u), v)
+    assert set(product_kinds(jax.grad(jmp.autocast(kept), (0, 1)), u, u)) == {full}
+
+
+def test_a_number_of_one_branch_alone_is_not_rounded():
+    def scaled(x, large):
+        factor = lax.cond(large, lambda: jnp.float32(1e5), lambda: jnp.float32(0.5))
+        return ((x @ W) * factor) @ W
+
+    x = 1e-3 * X
+    assert error(jmp.autocast(scaled, "float16")(x, True), scaled(x, True)) < 0.01
+
+
+@each_order
+def test_a_table_of_numbers_in_a_backward_rule_stays_float32(order):
+    """The angles of rotary positions, which a rule computes again: half would be off by radians."""
+
+    def turned(x):
+        positions, frequencies = 1000 + jnp.arange(4.0), jnp.exp(-0.1 * jnp.arange(8.0))
+        return x * jnp.cos(jnp.einsum("i,j->ij", positions, frequencies))
+
+    rotary = jax.custom_vjp(turned)
+    rotary.defvjp(lambda x: (turned(x), None), lambda _, cotangent: (turned(cotangent),))
+    loss = lambda w: jnp.sum(rotary(X @ w) @ W)
+    assert operands_of("cos", in_order(order, loss, "bfloat16"), W) == ["float32"] * 2
 
 
 def test_a_matmul_of_a_kept_value_runs_in_float32():

@@ -13,7 +13,7 @@ from .demand import Analysis
 from .elementwise import decide_elementwise, in_full, in_half, results_of, run_in_float32, store_half
 from .op import Op
 from .plan import Decision, Move, Product, Run, Skip, Take
-from .products import by_first_rule, decide_outer, decide_product, widens
+from .products import by_first_rule, decide_outer, decide_product, half_params, widens
 from .ruling import OUTER, Ruling, Why
 from .states import FLOAT32, HALF_SUM, KEPT, Kind, Source, State, moved
 from .wanted import Wanted
@@ -27,7 +27,7 @@ def decide(op: Op, ruling: Ruling, operands: Sequence[State], analysis: Analysis
     """
     # From what the user asks for to what the operands are: the first answer counts.
     rules, wanted = analysis.rules, analysis.demand.of_results(op)
-    if ruling.rule is not None or any(state.rule is not None for state in operands):
+    if rules.scopes:
         ruling = by_first_rule(op, ruling, operands, rules)
     if ruling.reason:
         return _kept(op, operands, ruling, wanted, analysis)
@@ -52,7 +52,8 @@ def _is_constant_outer(op: Op, operands: Sequence[State]) -> bool:
 def _kept(op: Op, operands: Sequence[State], ruling: Ruling, wanted: Wanted, analysis: Analysis) -> Decision:
     """Decides about an operation whose ruling has a reason: it runs as in the program, or in float32."""
     # An `exp` or a power at the end of a region: the region gives half (`passes.recompute`).
-    if ruling.category is Category.DENY and analysis.region_of(op, wanted) is not None:
+    is_constant = all(state.constant for state in operands)
+    if ruling.category is Category.DENY and analysis.region_of(op, wanted) is not None and not is_constant:
         return dataclasses.replace(store_half(op, operands, ruling.reason), category=Category.DENY)
     decision = run_in_float32(op, operands, ruling)
     # In `autocast(grad(f))`, the gradient of a lookup of labels (`_jaxpr/picks.py`).
@@ -66,7 +67,9 @@ def _kept(op: Op, operands: Sequence[State], ruling: Ruling, wanted: Wanted, ana
     takes = _takes_of_kept_product(op, operands, ruling, half)
     if takes is None:
         return decision
-    return dataclasses.replace(decision, action=Product(takes, (half, half)), changed=True)
+    return dataclasses.replace(
+        decision, action=Product(takes, (half, half), half_params(op, half)), changed=True
+    )
 
 
 def _takes_of_kept_product(
@@ -127,7 +130,7 @@ def _moves_both(op: Op, operand: State, analysis: Analysis) -> bool:
     if operand.is_half:
         return op.traits.gathers or op.traits.copies
     is_wanted = analysis.demand.uses[op.equation.outvars[0]].in_half
-    if not is_wanted or operand.kind == Kind.OTHER:
+    if not is_wanted:
         return False
     # A backward pass transposes or reverses weights for the gradients of inputs: XLA would reverse the
     # float32 weights of a convolution, and cast them in a kernel of its own.
@@ -142,8 +145,7 @@ def _cast(op: Op, operand: State) -> Decision:
         action, result, reason = Skip(operand=0), operand, "float32 already"
     else:
         action, (result, reason) = Run((Take.AS_IS,)), _result_of_cast(source, target, operand)
-    changed = operand.is_half or result.is_half
-    return Decision(op, Category.AS_TRACED, action, (result,), reason, changed)
+    return Decision(op, Category.AS_TRACED, action, (result,), reason, changed=operand.is_half)
 
 
 def _result_of_cast(source: Var, target: Var, operand: State) -> tuple[State, str]:

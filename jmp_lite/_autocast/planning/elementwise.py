@@ -11,15 +11,13 @@ from ..._jaxpr.read import Var, is_float32
 from .op import Op
 from .plan import Decision, Run, Take, conversion
 from .ruling import Ruling
-from .states import FLOAT32, HALF, OTHER, WIDE, Kind, State, broadcast, may_be_rounded
+from .states import FLOAT32, HALF, OTHER, WIDE, Kind, State, kind_for, may_be_rounded, rounding_error
 from .wanted import Wanted
 
 
 def decide_elementwise(op: Op, operands: Sequence[State], wanted: Wanted, half: np.dtype) -> Decision:
     """Decides about an element-wise operation: the widest type of its operands; half only if wanted."""
-    kinds = {broadcast(op, var, state.kind) for var, state in zip(op.equation.invars, operands)} - {
-        Kind.OTHER
-    }
+    kinds = {kind_for(op, var, state.kind) for var, state in zip(op.equation.invars, operands)} - {Kind.OTHER}
     is_wide = not kinds.isdisjoint(WIDE)
     # A product rounds the result in any case. Stored in half, it takes half the memory until then.
     if is_wide and wanted >= Wanted.WITH_OTHERS:
@@ -72,11 +70,8 @@ def _is_rounded(state: State, half: np.dtype) -> bool:
     """Whether `half` rounds the number of a literal by more than a quarter of the largest rounding error."""
     # A rounded factor is off by the same share everywhere, while the errors of other roundings cancel out. In
     # float16 the 0.7 of a dropout doubles the error of the gradient.
-    if state.number is None or not np.isfinite(state.number):
-        return False
-    error = abs(float(np.asarray(state.number, half)) - state.number)
     # The largest error of a rounding is eps / 2.
-    return error > float(jnp.finfo(half).eps) / 8 * abs(state.number)
+    return state.number is not None and rounding_error(state.number, half) > float(jnp.finfo(half).eps) / 8
 
 
 def run_in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decision:
@@ -101,7 +96,7 @@ def in_half(op: Op, operands: Sequence[State]) -> tuple[Take, ...]:
         if state.kind == Kind.OTHER:
             return Take.AS_IS
         # The gradient of a broadcast operand is a sum, in float32 if the cast comes after the broadcast.
-        if op.traits.broadcasts and var.aval.ndim > 0 and not state.constant:
+        if op.traits.broadcasts and var.aval.ndim > 0:
             return Take.HALF if var.aval.shape == op.equation.outvars[0].aval.shape else Take.BROADCAST
         return Take.HALF
 

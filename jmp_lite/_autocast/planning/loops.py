@@ -56,12 +56,12 @@ class Loops:
     def _held_by_results(self, op: Op, held: Mapping[Var, Held | None]) -> Held | None:
         # Asked in this order: a product of constants is computed anew in each iteration, unless the operands
         # are fixed. What has an effect, such as a callback, may differ between iterations.
-        of_operands = {held[var] for var in op.variables}
-        if of_operands <= {Held.FIXED} and not op.equation.effects:
+        of_operands = {held[var] for var in op.variables} | ({None} if op.equation.effects else set())
+        if of_operands <= {Held.FIXED}:
             return Held.FIXED
         if Held.COMPUTED in of_operands or self._multiplies(op):
             return Held.COMPUTED
-        if of_operands <= {Held.CONSTANT, Held.FIXED} and not op.equation.effects:
+        if of_operands <= {Held.CONSTANT, Held.FIXED}:
             return Held.CONSTANT
         # What is computed from a carry without a product, such as a counter, is neither (None).
         is_moved_carry = op.traits.category is Category.MOVE and Held.CARRY in of_operands

@@ -60,6 +60,8 @@ class Product:
     # gradient of a weight, also where that is then cast up: https://github.com/jax-ml/jax/issues/34330.
     operands: tuple[Take, ...]  # How it takes each operand.
     gradients: tuple[np.dtype, ...]  # The dtype that the matmul of each operand's gradient gives.
+    # The parameters that change in the same matmul of half operands, whose transposes the gradients are.
+    half_params: dict[str, Any]
     params: dict[str, Any] = dataclasses.field(default_factory=dict)  # The parameters that change.
 
 
@@ -80,8 +82,7 @@ class Move:
     # those of a copy are summed in float32. The half operand is cast before the move, so a gather across
     # devices sends half the bytes.
     both: bool = False
-    # One flag for each result: whether float32 operations read a half result (`pairs`).
-    paths: tuple[bool, ...] = ()
+    has_paths: bool = False  # Whether float32 operations read one of its half results (`pairs`).
     picks: bool = False  # Whether it is a lookup of one element of each row (`_jaxpr/picks.py`).
 
 
@@ -172,7 +173,7 @@ class Decision:
         return Take.HALF in self.takes or Take.BROADCAST in self.takes
 
     @property
-    def in_float8(self) -> bool:
+    def in_fp8(self) -> bool:
         return isinstance(self.action, Float8)
 
     @property
@@ -224,8 +225,8 @@ class Plan:
         return any(decision.changed for decision in self.decisions)
 
     @functools.cached_property
-    def float8(self) -> bool:
-        return any(each.in_float8 or any(plan.float8 for plan in each.inner) for each in self.decisions)
+    def in_fp8(self) -> bool:
+        return any(each.in_fp8 or any(plan.in_fp8 for plan in each.inner) for each in self.decisions)
 
     @property
     def is_wanted(self) -> tuple[bool, ...]:

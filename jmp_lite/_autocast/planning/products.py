@@ -65,7 +65,7 @@ def decide_product(
     if pattern and not is_backward and analysis.tangents.isdisjoint(op.variables):
         analysis.scopes.note_used("float32_results", pattern)
         decision = _with_float32_result(decision, pattern, rules.dtype)
-    return _in_float8(decision, ruling, operands, is_backward, rules) if rules.float8 else decision
+    return _in_float8(decision, ruling, operands, is_backward, rules) if rules.in_fp8 else decision
 
 
 def _why_float32(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis) -> str:
@@ -80,7 +80,7 @@ def _why_float32(op: Op, operands: Sequence[State], wanted: Wanted, analysis: An
 def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis) -> Decision:
     """Decides about a product of half operands. One that makes a weight gradient may give float32."""
     primitive, rules, half = op.equation.primitive.name, analysis.rules, analysis.rules.dtype
-    takes, params = in_half(op, operands), _half_params(op, half)
+    takes, params = in_half(op, operands), half_params(op, half)
     reason = f"{primitive} is on the allow list"
     action: Run | Product | WeightGradient = Run(takes, params)
     results = halves(op)
@@ -94,11 +94,11 @@ def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis) -> D
         results = results_of(op, operands, FLOAT32)
     elif primitive in _GIVES_FLOAT32 and any(state.wide_gradient for state in operands):
         gradients = tuple(_FLOAT32_DTYPE if state.wide_gradient else half for state in operands)
-        action = Product(takes, gradients, params)
+        action = Product(takes, gradients, params, params)
     return Decision(op, Category.ALLOW, action, results, reason, changed=True)
 
 
-def _half_params(op: Op, half: np.dtype) -> dict[str, Any]:
+def half_params(op: Op, half: np.dtype) -> dict[str, Any]:
     """Returns the parameters of a product that change in half."""
     # `precision` only applies to float32. A parameter that the program does not give stays as it is: JAX then
     # takes the dtype of the operands.
@@ -123,10 +123,9 @@ def _with_float32_result(decision: Decision, pattern: str, half: np.dtype) -> De
     # operands and give half, as they do for other products.
     params = {**action.params, "preferred_element_type": _FLOAT32_DTYPE}
     gradients = action.gradients if isinstance(action, Product) else (half, half)
-    action = Product(action.operands, gradients, params)
+    action = Product(action.operands, gradients, half_params(op, half), params)
     reason = f"{decision.reason}; float32_results='{pattern}' keeps its result"
-    results = tuple(FLOAT32 if state.is_half else state for state in decision.results)
-    return dataclasses.replace(decision, action=action, results=results, reason=reason, why=Why.OPTION)
+    return dataclasses.replace(decision, action=action, results=(FLOAT32,), reason=reason, why=Why.OPTION)
 
 
 def _in_float8(
@@ -153,7 +152,7 @@ def decide_outer(op: Op, operands: Sequence[State], wanted: Wanted, rules: Rules
         return run_in_float32(op, operands, dataclasses.replace(KEPT_BY_USER, category=Category.INFER))
     decision = decide_elementwise(op, operands, wanted, half)
     if decision.takes_half:
-        action = Run(in_half(op, operands), _half_params(op, half))
+        action = Run(in_half(op, operands), half_params(op, half))
         return dataclasses.replace(decision, action=action)
     # The outer product itself may need float32, such as that of positions and frequencies. Its gradients sum,
     # so they are products as others are, and take half operands.
@@ -161,7 +160,7 @@ def decide_outer(op: Op, operands: Sequence[State], wanted: Wanted, rules: Rules
     gives_products = rules.halves_products and op.name == "outer_product" and not is_constant
     if not gives_products or any(state.wide_gradient for state in operands):
         return decision
-    action = Product(in_full(operands).operands, (half, half))
+    action = Product(in_full(operands).operands, (half, half), half_params(op, half))
     # The result is in float32, also where `decide_elementwise` would store it in half.
     results = results_of(op, operands, FLOAT32) if decision.gives_half else decision.results
     return dataclasses.replace(decision, action=action, results=results, changed=True)

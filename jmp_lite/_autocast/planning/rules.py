@@ -51,7 +51,7 @@ class Rules:
     # Patterns over scopes and argument paths: their products give float32 results.
     float32_results: tuple[str, ...] = ()
     half_sums: tuple[str, ...] = ()  # Patterns over scopes: their residual sums give half results.
-    float8: bool = False  # Whether large products run in fp8.
+    in_fp8: bool = False  # Whether large products run in fp8.
     optional: frozenset[str] = frozenset()  # The patterns of `scopes` that may select nothing.
 
     def category_of(self, name: str) -> Category:
@@ -137,7 +137,7 @@ def make_rules(
         scopes,
         MappingProxyType(listed),
         reduced,
-        float8=float8,
+        in_fp8=float8,
         float32_results=as_patterns(
             () if float32_results is None else float32_results,
             "float32_results= takes patterns over scopes and arguments, such as '**/head'",

@@ -18,7 +18,7 @@ from ..._tree import KEEP_FLOAT32_NAME
 from .op import Context, Op
 from .rules import Rules, first_match
 from .scopes import INSIDE_FULL_PRECISION, Scopes
-from .states import WIDE, Kind, State, broadcast
+from .states import WIDE, Kind, State, kind_for
 
 
 class Why(enum.Enum):
@@ -302,7 +302,7 @@ def _estimate_of_float32(op: Op, ruling: Ruling, operands: list[Kind], index: in
 
 def _widest(op: Op, operands: list[Kind]) -> Kind:
     kinds = [
-        broadcast(op, var, kind) if read.is_float32(var) else Kind.ADAPTS
+        kind_for(op, var, kind) if read.is_float32(var) else Kind.ADAPTS
         for var, kind in zip(op.equation.invars, operands)
     ]
     return Kind.FLOAT32 if not set(kinds).isdisjoint(WIDE) else max(Kind.ADAPTS, *kinds)

@@ -6,7 +6,7 @@ import enum
 import numpy as np
 
 from ..._jaxpr.inner import Role
-from ..._jaxpr.read import Var, is_float32
+from ..._jaxpr.read import Var
 from .op import Op
 
 
@@ -73,24 +73,21 @@ HALF_SUM = State(Kind.HALF, half_sum=True)
 
 def moved(op: Op, state: State, out: Var) -> State:
     """Returns the state of an operand after a move. A broadcast or looked-up argument then adapts."""
-    if not is_float32(out) or state.kind != Kind.ARGUMENT:
-        return state
-    # The rows of a table that is computed, such as `2 * table`, stay float32.
-    if not op.makes_adapting(out) or (state.source is None and op.name == "gather"):
+    if state.kind != Kind.ARGUMENT or not op.makes_adapting(out):
         return state
     # The gradient of a broadcast or looked-up argument is a sum of its own, in float32.
     source = None if state.source is None else dataclasses.replace(state.source, wide_gradient=False)
     return dataclasses.replace(state, kind=Kind.ADAPTS, source=source)
 
 
-def broadcast(op: Op, var: Var, kind: Kind) -> Kind:
+def kind_for(op: Op, var: Var, kind: Kind) -> Kind:
     """Returns the kind of an operand that an element-wise operation may broadcast along axes of size 1."""
     return Kind.ADAPTS if kind == Kind.ARGUMENT and op.broadcasts(var) else kind
 
 
 def may_be_rounded(op: Op, var: Var, state: State) -> bool:
     """Whether an operation may take an operand in half: half, a literal, or a parameter that it adds."""
-    if broadcast(op, var, state.kind) not in (Kind.BINARY, Kind.ADAPTS):
+    if kind_for(op, var, state.kind) not in (Kind.BINARY, Kind.ADAPTS):
         return True
     # A factor may leave the range of half where the product does not. A scalar argument is not rounded
     # either: all elements would be off by the same amount, while the roundings of an array cancel out.
@@ -118,8 +115,13 @@ def leaving(op: Op, state: State, carry: bool, stacked: bool) -> State:
     return FLOAT32 if carry else HALF if stacked and state.kind in WIDE else state
 
 
-def join(first: State, second: State) -> State:
-    """Returns the state of a result that comes from one of two branches: the wider one."""
+def merged(first: State, second: State) -> State:
+    """Returns the state of a result that comes from one of two branches: the wider one.
+
+    Examples:
+        >>> merged(State(Kind.OTHER, constant=True), OTHER) == OTHER  # A known integer and an unknown one.
+        True
+    """
     if first == second:
         return first
     if Kind.OTHER in (first.kind, second.kind):
@@ -139,11 +141,14 @@ def fits(value: float, half: np.dtype) -> bool:
         >>> [fits(value, np.dtype("float16")) for value in (0.1, -np.inf, 1e-8, 1e5)]
         [True, True, False, False]
     """
-    value = float(value)
-    if not np.isfinite(value):  # Both halves have inf and NaN: `-inf` fills masks.
-        return True
     # A normal number is off by 0.4 % at most, in bfloat16. So this refuses what overflows, and subnormal
     # numbers of float16 that have too few bits left.
+    return rounding_error(value, half) <= 0.02
+
+
+def rounding_error(value: float, half: np.dtype) -> float:
+    """Returns the relative error of `value` in half."""
+    if value == 0 or not np.isfinite(value):  # Both halves have inf and NaN: `-inf` fills masks.
+        return 0.0
     with np.errstate(over="ignore", under="ignore"):
-        rounded = float(np.asarray(value, half))
-    return abs(rounded - value) <= 0.02 * abs(value)
+        return abs(float(np.asarray(value, half)) / float(value) - 1)

@@ -10,6 +10,7 @@ from ..._attention.find import DIFFERENTIATED, Attention, find_attentions, may_h
 from ..._attention.run import why_not_fused
 from ..._jaxpr.read import FUSED_SCOPE, is_of_gradient, is_transposed, scope_of, source_line
 from ..._paths import visible_scope
+from .operations import known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,7 @@ def attentions_of(
             yield _described(each, why_not, times, scope)
         elif may_hold_attention(equation):
             # The iterations of a `scan`. Those of a `while` are not known.
-            length = equation.params.get("length", 1)
-            runs = times * (length if isinstance(length, int) else 1)
+            runs = times * known(equation.params.get("length", 1))
             for inside, _ in facts.inside(equation):
                 yield from attentions_of(inside, half, runs, in_gradient or is_of_gradient(equation))
 

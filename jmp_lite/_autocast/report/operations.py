@@ -194,7 +194,7 @@ def _operations_of_call(
     for inner, plan in zip(decision.op.inner, decision.inner):
         looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
         # Only a scan has a length. A `while` counts as one iteration.
-        runs = _known(equation.params.get("length", 1)) if looped else 1
+        runs = known(equation.params.get("length", 1)) if looped else 1
         entering = [origins[index] for index in inner.operands]
         outputs = None if live is None else _read_inside(equation, inner, looped, live)
         yield from operations_of(plan, half, scope, times * runs, entering, promotions, outputs, inside)
@@ -310,9 +310,9 @@ def _summed(equation: Equation, numbers: Any) -> int:
 
 
 def _shape(var: Var) -> tuple[int, ...]:
-    return tuple(map(_known, getattr(var.aval, "shape", ())))
+    return tuple(map(known, getattr(var.aval, "shape", ())))
 
 
-def _known(size: Any) -> int:
+def known(size: Any) -> int:
     """Returns a size, 1 for a symbolic one: `jax.export` knows it only when the program runs."""
     return size if isinstance(size, int) else 1

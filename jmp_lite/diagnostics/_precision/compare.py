@@ -89,7 +89,7 @@ def compare_precision(
                 f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
                 "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
             )
-        if not case.rules.float8:
+        if not case.rules.in_fp8:
             runs.harmless = 8 * float(jnp.finfo(runs.program.dtype).eps)
         return report_of(runs, tolerance)
 
@@ -113,7 +113,7 @@ class Runs:
     def __init__(self, case: Case) -> None:
         self.program = program = FlaggedProgram(case)
         self.scale = case.scale
-        self.harmless = self._harm = FLOAT8_TOLERANCE if case.rules.float8 else HARM
+        self.harmless = self._harm = FLOAT8_TOLERANCE if case.rules.in_fp8 else HARM
         is_small = self.scale < DynamicLossScale.loss_scale
         self.may_scale = is_small and program.narrow == "float16" and not program.is_step
         self._full = program(None, 1.0)  # In float32, where no scale is needed.

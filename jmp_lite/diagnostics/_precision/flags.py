@@ -55,7 +55,7 @@ class FlaggedProgram:
         self._case, self.rules = case, case.rules
         self.is_step = case.call.value_and_grad_fn is None
         self.operations = case.operations(self.rules)
-        self.wide = "bfloat16" if self.rules.float8 else "float32"
+        self.wide = "bfloat16" if self.rules.in_fp8 else "float32"
         self.modules, self._sources, flags = self._flags(case.call.differentiated)
         self.groups = frozenset((*self.modules, *self._sources))
         self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
@@ -71,7 +71,7 @@ class FlaggedProgram:
         values = [value for each in case.before for value in (*each.operands, *each.results)]
         most = max(HALF_DTYPES, key=lambda half: sum(value.dtype == half for value in values))
         self.dtype = most if self.rules.dtype == jnp.float32 else self.rules.dtype
-        self.narrow = FLOAT8 if self.rules.float8 else self.dtype.name
+        self.narrow = FLOAT8 if self.rules.in_fp8 else self.dtype.name
         self.state, self.outputs = self._program.state, self._program.named_outputs
         self.aux = self._program.aux
         self.parameters = self._program.floating_parameters
@@ -191,14 +191,14 @@ class FlaggedProgram:
         """Returns the products that autocast casts to half, or to fp8."""
         pairs = zip(self.operations, self._case.before, strict=True)
         products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
-        return [product for product in products if product.in_fp8 or not self.rules.float8]
+        return [product for product in products if product.in_fp8 or not self.rules.in_fp8]
 
     def _flags_of_casts(self, cast: Sequence[Module], rest: int) -> list[set[int]]:
         """Returns for each operation `rest`, and the modules whose rules take it out of half."""
         pairs = zip(self.operations, self._case.before, strict=True)
         # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
         flags = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
-        narrow = FLOAT8 if self.rules.float8 else self.rules.dtype.name
+        narrow = FLOAT8 if self.rules.in_fp8 else self.rules.dtype.name
         for number, module in enumerate(cast):
             scopes = scopes_for([module], cast, self.wide, narrow)
             rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))

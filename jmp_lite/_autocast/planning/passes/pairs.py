@@ -103,11 +103,11 @@ class _Readers:
 
 
 def _with_paths(decision: Decision, pairs: Pairs) -> Decision:
-    """Returns a decision whose action knows which of its half results float32 operations read."""
+    """Returns a decision whose action knows whether float32 operations read its half results."""
     action, outvars = decision.action, decision.op.equation.outvars
     # A move in both dtypes makes its own path (`Interpreter._move`).
     if isinstance(action, Move) and not action.both and not pairs.read.isdisjoint(outvars):
-        action = dataclasses.replace(action, paths=tuple(var in pairs.read for var in outvars))
+        action = dataclasses.replace(action, has_paths=True)
     elif isinstance(action, Call) and (paired := _paired_results(decision, action, pairs.read)):
         action = dataclasses.replace(action, paired=paired)
     else:

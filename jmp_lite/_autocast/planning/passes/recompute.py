@@ -1,5 +1,6 @@
 """The pass that makes one function of each region, such as a GELU or a softmax, which is computed again."""
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping, Set
@@ -9,7 +10,7 @@ from ...._jaxpr.read import Equation, Var
 from ..plan import Decision, Plan, Recompute, Run, Skip, Take
 from ..rules import Rules
 from ..softmaxes import Barrier, Region
-from ..states import FLOAT32, HALF, Kind
+from ..states import HALF, Kind
 
 _OF_ACTIVATIONS = {Category.DENY, Category.INFER}
 _OF_SOFTMAXES = set(Category) - {Category.ALLOW}
@@ -45,10 +46,7 @@ def _regions(plan: Plan) -> dict[int, Region]:
 
 
 def _skipped(decision: Decision) -> Decision:
-    # Nothing reads the value but the region, which computes it in float32.
-    results = tuple(FLOAT32 if state.is_half else state for state in decision.results)
-    reason = "part of that activation function or softmax"
-    return dataclasses.replace(decision, action=Skip(), results=results, reason=reason)
+    return dataclasses.replace(decision, action=Skip(), reason="part of that activation function or softmax")
 
 
 def _is_half(region: Region, plan: Plan) -> bool:
@@ -71,11 +69,14 @@ def _sums(plan: Plan, regions: Mapping[int, Region], inner: Set[int]) -> dict[Va
     # transformer block of width 4096. If others read a sum too, it would be kept beside the matmul's result.
     # One of them may be an operation of the region: the `tanh` of `1 - tanh(x)**2`, if a matmul reads it.
     inside = {*inner, *regions}
+    # Two functions of one sum would each round the cotangent of the matmul's result.
+    counts = collections.Counter(itertools.chain(*(region.sources for region in regions.values())))
     alone = {
         var
         for region in regions.values()
         for var in region.sources
         if region.barrier is Barrier.CHECKPOINT
+        and counts[var] == 1
         and plan.analysis.readers.are_only(var, region.members & inside)
     }
     sums: dict[Var, tuple[int, Run]] = {}
