@@ -182,3 +182,22 @@ def test_a_bias_in_front_of_a_norm_is_added_in_half_and_that_of_the_norm_is_not(
         o.outputs[0].partition("[")[0] for o in operations if o.name == "add" and "[8,16]" in o.outputs[0]
     ]
     assert added[:2] == [dtype, "float32"]
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_a_checkpoint_computes_the_stream_again_in_half(order):
+    x, w = normal(8, 4, 16), normal(9, 16, 16, scale=1 / 4)
+    norm = lambda x: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+    @jax.checkpoint
+    def block(x, w):
+        x = x + jnp.tanh(norm(x) @ w) @ w
+        return x + jnp.tanh(norm(x) @ w) @ w
+
+    loss = lambda w: jnp.mean(jnp.square(norm(block(x, w)) @ w))
+    options = {"dtype": "bfloat16", "half_sums": "**"}
+    grad = (jax.grad(jmp.autocast(loss, **options)), jmp.autocast(jax.grad(loss), **options))[order]
+    adds = [each for each in all_equations(jax.make_jaxpr(grad)(w)) if each.primitive.name == "add"]
+    added = [each for each in adds if all(getattr(v.aval, "shape", ()) == x.shape for v in each.invars)]
+    # Two in the forward pass. The second is not computed again, since nothing in the block reads it.
+    assert [each.outvars[0].aval.dtype.name for each in added] == ["bfloat16"] * 3

@@ -228,8 +228,7 @@ def _decides(selection: Op, held: Mapping[Var, Held | None]) -> bool:
     # The derivative of a selection does not decide: it selects between a cotangent and zeros, which are
     # fixed. Nor does an activation function of what the loop carries: no product computes its predicate.
     predicate, *cases = (held_by(var, held) for var in selection.equation.invars)
-    is_new = not {Held.CONSTANT, Held.FIXED} & set(cases)
-    return predicate is Held.COMPUTED and Held.CARRY in cases and is_new
+    return predicate is Held.COMPUTED and Held.CARRY in cases and Held.FIXED not in cases
 
 
 def _passes(op: Op) -> bool:

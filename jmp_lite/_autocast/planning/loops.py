@@ -61,8 +61,6 @@ class Loops:
             return Held.FIXED
         if Held.COMPUTED in of_operands or self._multiplies(op):
             return Held.COMPUTED
-        if of_operands <= {Held.CONSTANT, Held.FIXED}:
-            return Held.CONSTANT
         # What is computed from a carry without a product, such as a counter, is neither (None).
         is_moved_carry = op.traits.category is Category.MOVE and Held.CARRY in of_operands
         return Held.CARRY if is_moved_carry else None
@@ -84,7 +82,7 @@ def _held_in_call(inner: Inner, operands: Sequence[Held | None]) -> tuple[Held |
 def _held_in_loop(inner: Inner, operands: Sequence[Held | None]) -> tuple[Held | None, ...]:
     def of_input(index: int, role: Role) -> Held | None:
         if role is Role.CONSTANT:
-            return Held.FIXED if operands[index] is Held.FIXED else Held.CONSTANT
+            return Held.FIXED if operands[index] is Held.FIXED else None
         return Held.CARRY if role is Role.CARRY else None
 
     return tuple(map(of_input, inner.operands, inner.roles))

@@ -144,7 +144,6 @@ class Held(enum.Enum):
     """What a variable of a jaxpr inside of a loop holds."""
 
     CARRY = "what the loop carries, at most moved"
-    CONSTANT = "what no iteration of the innermost loop changes"
     FIXED = "what no iteration changes of any loop that decides by it"
     COMPUTED = "what an iteration computes with a product"
 
