@@ -139,6 +139,25 @@ def test_powers_are_float32_in_float16_alone(half, expected):
     assert float(jmp.autocast(lambda x, w: (x @ w) ** 2, "float16")(big, jnp.ones((1, 1)))[0, 0]) == 90_000.0
 
 
+AS_TRACED = {
+    "bitcast_convert_type": lambda y: lax.bitcast_convert_type(
+        lax.bitcast_convert_type(y, jnp.int32), y.dtype
+    ),
+    "cholesky": lambda y: lax.linalg.cholesky(y.T @ y + jnp.eye(8)),
+    "fft": lambda y: jnp.fft.irfft(jnp.fft.rfft(y)),
+    "reduce_precision": lambda y: lax.reduce_precision(y, 8, 10),
+    "scatter-add": lambda y: y.at[0].add(y[1]),
+    "triangular_solve": lambda y: lax.linalg.triangular_solve(jnp.eye(4), y, left_side=True),
+}
+
+
+@pytest.mark.parametrize("name", AS_TRACED)
+def test_operations_as_traced_take_float32_between_two_half_products(name):
+    found = operands_of(name, jmp.autocast(lambda x, w: AS_TRACED[name](x @ w) @ w), X, W)
+    assert "float32" in found
+    assert "bfloat16" not in found
+
+
 def test_operations_on_no_list_keep_their_traced_dtypes():
     solve = lambda x, w: jnp.linalg.inv(x @ x.T + 3 * jnp.eye(4)) @ x
     fun = jmp.autocast(solve)

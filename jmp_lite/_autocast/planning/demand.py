@@ -205,10 +205,10 @@ class DemandWalk:
         """Returns two flags: the operation takes half operands as a product; its result may be in half."""
         if ruling.is_half_product:
             operands = list(map(analysis.estimates.of, op.equation.invars))
-            # A product by one-hot labels picks float32 numbers for float32 operations, as a lookup would. If
-            # it made the gradient of a weight, it would be a product like others.
-            picks = Kind.BINARY in operands and result is Wanted.NO and not analysis.makes_gradient(op)
-            takes_half = ruling.takes_half(operands) and not picks and result is not Wanted.EXACT
+            # A product by one-hot labels selects numbers for float32 operations, as a lookup would. One that
+            # makes the gradient of a weight is a product like others.
+            selects = Kind.BINARY in operands and result is Wanted.NO and not analysis.makes_gradient(op)
+            takes_half = ruling.takes_half(operands) and not selects and result is not Wanted.EXACT
             return takes_half, takes_half
         if ruling.category is not Category.INFER or ruling.reason:
             return False, False

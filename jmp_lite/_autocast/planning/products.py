@@ -72,9 +72,10 @@ def _why_float32(op: Op, operands: Sequence[State], wanted: Wanted, analysis: An
     """Returns why a product that may take half operands takes float32 ones; empty if it takes half."""
     if wanted is Wanted.EXACT:
         return _EXACT
-    # A product by one-hot labels picks numbers, for float32 operations if nothing wants half.
-    picks = sorted(state.kind for state in operands) == [Kind.BINARY, Kind.FLOAT32]  # As in a CTC loss.
-    return _SELECTS if picks and wanted is Wanted.NO and not analysis.makes_gradient(op) else ""
+    # A product by one-hot labels selects numbers, for float32 operations if nothing wants half. (The demand
+    # asks the same before it knows whether the other operand is float32.)
+    selects = sorted(state.kind for state in operands) == [Kind.BINARY, Kind.FLOAT32]  # As in a CTC loss.
+    return _SELECTS if selects and wanted is Wanted.NO and not analysis.makes_gradient(op) else ""
 
 
 def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis) -> Decision:
