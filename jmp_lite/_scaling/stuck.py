@@ -166,9 +166,7 @@ def _complaint(
     """Returns the complaint about one member of a state, or an empty string."""
     steps, skipped, in_a_row = map(int, np.asarray(state.counts)[member])
     scale = None if state.loss_scale is None else float(_member(state.loss_scale.loss_scale, member))
-    dynamic = state.loss_scale if isinstance(state.loss_scale, DynamicLossScale) else None
-    # Backing off does not change it any more.
-    at_minimum = dynamic is not None and dynamic.backed_off(scale) == scale
+    at_minimum = _is_at_minimum(state.loss_scale, scale)
     # At its minimum a scale falls no more, so that skipped steps have another cause than its size.
     low = at_minimum and in_a_row > 0 and steps >= max_consecutive_skips
     if in_a_row >= max_consecutive_skips:
@@ -180,6 +178,11 @@ def _complaint(
     cause = f": {_cause(state, member)}" if in_a_row else ""
     size = "" if scale is None else f" The loss scale is {scale:g}{', its minimum' if at_minimum else ''}."
     return f"{said}{cause}.{size}"
+
+
+def _is_at_minimum(loss_scale: Any, scale: float | None) -> bool:
+    """Whether backing off does not change a loss scale any more."""
+    return isinstance(loss_scale, DynamicLossScale) and bool(loss_scale.backed_off(scale) == scale)
 
 
 def _cause(state: SkipNonfiniteState, member: tuple[int, ...]) -> str:
