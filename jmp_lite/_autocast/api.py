@@ -138,7 +138,9 @@ def autocast(
             are added to the result of a matmul in front of a norm are added in half too. A residual stream in
             half moves fewer bytes, but its rounding errors accumulate across layers, so the stream of a
             transformer stays float32 by default. The carry of a `scan` that such a sum computes is half as
-            well. Returns:
+            well.
+
+    Returns:
         A function with the signature of `fun`.
 
     Raises:
