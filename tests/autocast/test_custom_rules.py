@@ -232,3 +232,22 @@ def test_a_rule_with_symbolic_zeros_knows_which_operands_are_perturbed(kind, arg
     assert_close(grad(X, W), expected, "bfloat16", factor=16)
     assert set(seen) == plain == {(argument == 0, argument == 1)}
     assert set(products(grad, X, W)) == {("bfloat16", "bfloat16")}
+
+
+@pytest.mark.parametrize("other", [jnp.complex64, jnp.float16, jnp.bfloat16])
+def test_a_cotangent_of_another_dtype_keeps_it(other):
+    """A rule of float32 operands with a second result in a dtype of the user's own."""
+
+    def both(x, w):
+        y = jnp.tanh(x @ w)
+        return y, y.astype(other)
+
+    rule = jax.custom_vjp(both)
+    rule.defvjp(lambda x, w: jax.vjp(both, x, w), lambda pullback, cotangents: pullback(cotangents))
+
+    def loss(w):
+        y, own = rule(X, w)
+        return jnp.sum(y @ w) + jnp.sum(jnp.abs(own)).astype(jnp.float32)
+
+    grad = jax.grad(jmp.autocast(loss, "float16"))(W)
+    np.testing.assert_allclose(grad, jax.grad(loss)(W), rtol=0.02, atol=0.02)
