@@ -1,4 +1,4 @@
-"""What is known of the variables of a jaxpr: each is `slope * scores`, plus a value without the scores."""
+"""What is known of the variables: each is a linear function of the scores, `slope * scores + b`."""
 
 import contextlib
 import dataclasses

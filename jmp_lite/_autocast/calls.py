@@ -106,7 +106,7 @@ def _custom_vjp(
     rule, given = _traced_rule(interpreter, equation, action, operands)
     fun = jax.custom_vjp(rule.primal)
     # Under jax.vmap, JAX rejects a zero cotangent for a result that is not differentiated.
-    backward = lambda residuals, cotangents: residuals(cotangents)
+    backward = lambda residuals, cotangents: residuals(cotangents)  # See `TracedRule.forward`.
     fun.defvjp(rule.forward, backward, symbolic_zeros=True)
     return interpreter.with_paths(fun(*given), action.paired)
 

@@ -67,9 +67,9 @@ class Interpreter:
             self.is_linear = was_linear
 
     def without_derivative(self, body: Body) -> Body:
-        """Returns a body of which no derivative is taken, so that its regions need no barriers."""
+        """Returns the body for a pass that is not differentiated. Its regions run without barriers."""
 
-        # Within another `jax.checkpoint`, they would stand in the forward pass too, and change its roundings:
+        # Within another `jax.checkpoint`, barriers would stay in the forward pass and change its roundings:
         # JAX itself leaves them out there (https://github.com/jax-ml/jax/pull/7100).
         def primal(*arrays: Array) -> Outputs:
             was_primal, self.is_primal = self.is_primal, True
@@ -189,8 +189,8 @@ class Interpreter:
         if action.both:
             (wide,) = run(equation, [operands[0].to(jnp.float32), *arrays[1:]])
             (half,) = run(equation, [operands[0].to(self.half), *arrays[1:]])
-            # Of a half value, the float32 result is the path: cotangents are summed there. Of a float32
-            # value, the half result is its cast, of which gradients come back to the float32 one.
+            # If the operand is half, the float32 result is the path, on which cotangents are summed. If it is
+            # float32, the half result is a cast of the float32 one, which receives its gradient.
             if action.operands[0] is Take.HALF:
                 return [Value(reuse(wide, half), path=wide)]
             return [Value(wide, {self.half: half})]

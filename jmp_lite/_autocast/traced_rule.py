@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._jaxpr.bind import bind, cast
 from .._jaxpr.precision import only_own_precisions
-from .._jaxpr.read import Array, Equation, Var, is_float32, sources_of_outputs
+from .._jaxpr.read import Array, Equation, Jaxpr, Var, is_float32, sources_of_outputs
 from .interpreter import Interpreter
 from .planning.op import Context
 from .planning.plan import Inside, conversion
@@ -155,9 +155,8 @@ class TracedRule:
     def _by_operand(self, given: Sequence[Any]) -> dict[int, Any]:
         """Returns what JAX gives for each operand, by its index; of a pair, its path's."""
         first, invars = len(self.closed_over), self.equation.invars
-        entries = dict(enumerate(given, start=first))
-        entries |= dict(zip(self.pairs_in, given[len(invars) - first :], strict=True))
-        return {n: entries[n] for n in range(first, len(invars))}
+        entries = dict(enumerate(given[: len(invars) - first], start=first))
+        return entries | dict(zip(self.pairs_in, given[len(invars) - first :], strict=True))
 
     def _of_perturbed(
         self, arrays: Sequence[Array], perturbed: Sequence[int]
@@ -197,10 +196,7 @@ class TracedRule:
         with only_own_precisions():
             trace = jax.make_jaxpr(rule, return_shape=True)
             closed, shapes = trace(traced[: len(inputs)], traced[len(inputs) :])
-        # A residual may be one of the results. Then it is the value that the readers of the result read.
-        sources = sources_of_outputs(closed)
-        numbers = [sources.index(source) for source in sources[len(states) :]]
-        known = [*states, *(states[number] if number < len(states) else None for number in numbers)]
+        known = _states_of_outputs(closed, states)
         wanted = [Wanted.INDIRECTLY if state and state.is_half else Wanted.NO for state in known]
         if context is None:  # The scopes around the function are around its rules too.
             around = self.inside.plan.analysis.context
@@ -222,6 +218,14 @@ _READS_TRACED = (
     "jax.grad(autocast(fun)). Return the value from the forward rule as a residual, or write "
     "autocast(jax.grad(fun))."
 )
+
+
+def _states_of_outputs(closed: Jaxpr, results: Sequence[State]) -> list[State | None]:
+    """Returns the states of the outputs of a rule: its results, and its residuals, None where not known."""
+    # A residual may be one of the results. Then it is the value that the readers of the result read.
+    sources = sources_of_outputs(closed)
+    numbers = [sources.index(source) for source in sources[len(results) :]]
+    return [*results, *(results[number] if number < len(results) else None for number in numbers)]
 
 
 def _tangent(array: Array, var: Var) -> tuple[Value, State]:

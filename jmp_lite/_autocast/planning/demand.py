@@ -279,8 +279,8 @@ def _note_use(op: Op, demand: Demand) -> None:
     if _makes_integers(op):
         demand.read_exactly(op.variables)
         return
-    # Other operations that return integers, such as `argmax`, compare numbers with each other, and a matmul
-    # of which integers are made reads numbers.
+    # Other operations that return integers, such as `argmax`, compare numbers with each other. A matmul whose
+    # result becomes integers reads numbers too.
     results = [demand.uses[var] for var in op.equation.outvars]
     if _is_numeric(op) or any(uses.as_number for uses in results):
         demand.read_numbers(op.variables)
@@ -308,7 +308,8 @@ def _wants(
         return Wanted.INDIRECTLY if op.equation.outvars[0].aval.dtype == half else result
     if ruling.category is Category.MOVE or (ruling.category is Category.INFER and op.traits.selects):
         return result
-    # Whoever reads a `tanh`: rounding its operand changes its result by half a unit at 1, at most.
+    # A `tanh` takes half whatever reads it: rounding its operand changes the result by less than rounding a
+    # number near 1 does.
     if ruling.category is Category.INFER and op.traits.saturates:
         return Wanted.INDIRECTLY
     return min(result, Wanted.INDIRECTLY) if gives_half else Wanted.NO

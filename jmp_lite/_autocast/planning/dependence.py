@@ -187,9 +187,9 @@ class LoopDecisions(Dependence):
     """The values on which the decisions of loops depend. They stay in float32."""
 
     def _outputs(self, op: Op, inner: Inner, results: set[int]) -> tuple[bool, ...]:
-        # A loop decides by the predicate of a `while` whether it goes on. A loop to a tolerance stops when a
-        # residual is small. Half products round each iterate, so the residual would stay at their rounding
-        # error, and the loop would not end.
+        # The predicate of a `while` decides whether the loop goes on. A loop to a tolerance stops when a
+        # residual is small. With half products the residual would stay at their rounding error, and the loop
+        # would not end.
         is_condition = op.name == "while" and inner is op.inner[0]
         return (True,) if is_condition else super()._outputs(op, inner, results)
 
@@ -208,16 +208,16 @@ class LoopDecisions(Dependence):
 
     def _seeds(self, inside: Jaxpr, held: Mapping[Var, Held | None]) -> Iterable[Var]:
         """Yields the predicates of selections between a carried value and a newly computed one."""
-        # A loop also decides by a selection whether it keeps what it carries, as a solver with adaptive steps
-        # does when it rejects a step. With rounded errors it would accept other steps, also where a backward
-        # pass repeats them.
+        # A selection may decide whether a loop keeps its carry, as in a solver with adaptive steps that
+        # rejects a step. With rounded errors the solver would accept other steps, and so would a backward
+        # pass that repeats them.
         for op in self._ops_of(inside) if held else ():
             if op.name == "select_n" and _decides(op, held):
                 yield op.equation.invars[0]
 
     def _crosses(self, op: Op, is_found: bool, backward: bool) -> bool:
         del backward
-        # A check for finite numbers, of which `x != x` is one, decides nothing that rounding changes.
+        # Rounding does not change the outcome of a check for finite numbers, such as `x != x`.
         is_check = op.name == "is_finite" or (
             op.traits.compares and len(set(op.variables)) < len(op.variables)
         )

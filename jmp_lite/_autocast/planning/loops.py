@@ -11,8 +11,8 @@ from .op import Held, Op
 LOOPS = ("scan", "while")  # The operations whose jaxprs run more than once.
 
 
-# A loop decides by a selection between what it carries and what an iteration has computed with a product
-# (`dependence.LoopDecisions`). So the search tells these two apart, and what no iteration changes.
+# Where a loop selects between its carry and a newly computed value, it decides whether to keep the carry
+# (`dependence.LoopDecisions`). So the search tells apart carries, results of products, and what stays.
 class Loops:
     """The search, once for each jaxpr and each set of inputs.
 
@@ -54,14 +54,14 @@ class Loops:
         return [of_inputs(inner, operands) for inner in op.inner]
 
     def _held_by_results(self, op: Op, held: Mapping[Var, Held | None]) -> Held | None:
-        # Asked in this order: a product of constants is computed anew in each iteration, unless the operands
-        # are fixed. What has an effect, such as a callback, may differ between iterations.
+        # The order matters: a product of fixed operands is fixed, and any other is computed anew in each
+        # iteration. An operation with an effect, such as a callback, may return something else each time.
         of_operands = {held[var] for var in op.variables} | ({None} if op.equation.effects else set())
         if of_operands <= {Held.FIXED}:
             return Held.FIXED
         if Held.COMPUTED in of_operands or self._multiplies(op):
             return Held.COMPUTED
-        # What is computed from a carry without a product, such as a counter, is neither (None).
+        # A value that is computed from the carry without a product, such as a counter, gets None.
         is_moved_carry = op.traits.category is Category.MOVE and Held.CARRY in of_operands
         return Held.CARRY if is_moved_carry else None
 
@@ -81,8 +81,8 @@ def _held_in_call(inner: Inner, operands: Sequence[Held | None]) -> tuple[Held |
 
 def _held_in_loop(inner: Inner, operands: Sequence[Held | None]) -> tuple[Held | None, ...]:
     def of_input(index: int, role: Role) -> Held | None:
-        if role is Role.CONSTANT:
-            return Held.FIXED if operands[index] is Held.FIXED else None
-        return Held.CARRY if role is Role.CARRY else None
+        if role is Role.CARRY:
+            return Held.CARRY
+        return Held.FIXED if role is Role.CONSTANT and operands[index] is Held.FIXED else None
 
     return tuple(map(of_input, inner.operands, inner.roles))

@@ -176,15 +176,8 @@ class _Source:
                     yield Written(number, one.is_sure and other.is_sure, one.line or other.line)
             case ast.Call(func=func, args=[_, *_]) if self._is_conversion(func):
                 yield from self._converted(node)
-            case ast.Name(id=name):
-                # Python's own limit of recursion is reached too late, after a thousand searches.
-                if node in self._open:
-                    raise RecursionError
-                self._open.add(node)
-                try:
-                    yield from self._of_name(name, self._around[node])
-                finally:
-                    self._open.remove(node)
+            case ast.Name():
+                yield from self._named(node)
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
                 yield from self._of_self(name, self._around[node])
             case ast.Attribute():
@@ -200,6 +193,17 @@ class _Source:
         for written in self._numbers(argument):
             line = f"{self._file}:{call.lineno}:{call.col_offset}" if is_to_half else written.line
             yield written._replace(line=line)
+
+    def _named(self, node: ast.Name) -> Iterator[Written]:
+        # A name that is computed from itself. Python's own limit of recursion is reached too late, after a
+        # thousand searches.
+        if node in self._open:
+            raise RecursionError
+        self._open.add(node)
+        try:
+            yield from self._of_name(node.id, self._around[node])
+        finally:
+            self._open.remove(node)
 
     def _of_name(self, name: str, around: Sequence[ast.AST]) -> Iterator[Written]:
         for function in around:
