@@ -3,8 +3,9 @@
 A plan is one decision about each operation, and then a list of passes.
 
 The decision takes four walks over the equations of a jaxpr. Reading (`op`, `regions`) says what each
-operation is, who reads its results, and which operations together are one activation function or softmax. The
-ruling, forwards (`ruling`), says what the user's options and the scopes ask of each operation. The demand,
+operation is, who reads its results, and which operations together are one activation function or softmax. A
+first decision, forwards, follows what the user's options and the scopes ask of each operation (`ruling`), and
+otherwise assumes that everything is wanted in half: what is float32 then is float32 in any case. The demand,
 backwards (`demand`), says which values matmuls want in half and no operation reads in float32. Then `decide`,
 forwards, gives each operation its dtypes.
 """
@@ -31,7 +32,7 @@ from .planning.passes.precision import precision
 from .planning.passes.recompute import recompute
 from .planning.plan import Call, Decision, Inside, Plan, Run, Take, conversion
 from .planning.rules import Rules, first_match
-from .planning.ruling import Ruling, estimate_of_state
+from .planning.ruling import Ruling, RulingWalk
 from .planning.scopes import Scopes
 from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, Source, State, entering, fits, leaving, merged
 from .planning.wanted import Wanted
@@ -54,6 +55,7 @@ class Planner:
         # JAX keeps the rules of custom derivatives, and so this planner, as long as its own caches. A user's
         # arrays would stay with it.
         self._plans: dict[Any, Plan] = {}
+        self._firsts: dict[Any, Analysis] = {}
         self._demand_walk = DemandWalk(self.rules, self.scopes)
 
     def argument(self, value: Array, path: str) -> State:
@@ -98,13 +100,42 @@ class Planner:
         states = (*map(self.constant, constants(jaxpr)), *inputs)
         key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), context)
         if key not in self._plans:
-            estimates = tuple(map(estimate_of_state, states))
-            analysis = self._demand_walk.analyse(jaxpr, tuple(wanted), estimates, context)
-            plan = self._decided(jaxpr, states, analysis)
+            first = self._first(jaxpr, states, context)
+            plan = self._decided(jaxpr, states, self._demand_walk.analyse(first, tuple(wanted)))
             for improve in PASSES:
                 plan = improve(plan, self.rules)
             self._plans[key] = plan
         return self._plans[key]
+
+    def _first(self, jaxpr: Jaxpr, states: tuple[State, ...], context: Context) -> Analysis:
+        """Decides as if everything were wanted in half. What is in float32 then is so in any case."""
+        inside = open_jaxpr(jaxpr)
+        key = id(inside), states, context
+        if key in self._firsts:
+            return self._firsts[key]
+        known = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
+        analysis = self._demand_walk.read(jaxpr, context, known)
+        state_of = lambda var: self.literal(var) if is_literal(var) else known[var]
+        walk = RulingWalk(known, context, self.rules, self.scopes, analysis.decisive, analysis.streams)
+        for op in analysis.ops:
+            ruling = walk.rule(op)
+            analysis.rulings.append(ruling)
+            operands = list(map(state_of, op.equation.invars))
+            if ruling.category is Category.CALL:
+                inner = [self._first_inside(op, each, operands, analysis) for each in op.inner]
+                analysis.inner[op] = inner
+                results = _results_of_call(op, inner, [Wanted.INDIRECTLY] * len(op.equation.outvars))
+            else:
+                results = decide(op, ruling, operands, analysis).results
+            known.update(zip(op.equation.outvars, results, strict=True))
+        analysis.results = tuple(map(state_of, inside.outvars))
+        self._firsts[key] = analysis
+        return analysis
+
+    def _first_inside(self, op: Op, inner: Inner, operands: Sequence[State], analysis: Analysis) -> Analysis:
+        inputs = [entering(op, operands[n], role) for n, role in zip(inner.operands, inner.roles)]
+        states = (*map(self.constant, constants(inner.jaxpr)), *inputs)
+        return self._first(inner.jaxpr, states, self._demand_walk.context(op, inner, analysis))
 
     def _decided(self, jaxpr: Jaxpr, states: tuple[State, ...], analysis: Analysis) -> Plan:
         """Returns the plan of a jaxpr before the passes: the decision about each operation."""
@@ -189,7 +220,7 @@ def _inside(
     )
 
 
-def _results_of_call(op: Op, plans: Sequence[Plan], wanted: Sequence[Wanted]) -> tuple[State, ...]:
+def _results_of_call(op: Op, plans: Sequence[Plan | Analysis], wanted: Sequence[Wanted]) -> tuple[State, ...]:
     """Returns the state of each result of a call: of several branches, the wider one."""
     results: dict[int, State] = {}
     for inner, plan in zip(op.inner, plans):

@@ -19,17 +19,20 @@ from .dependence import Intermediate, LoopDecisions, Streams, Tangents
 from .op import Context, Held, Op, Readers, read_ops, readers_of
 from .regions import find_regions
 from .rules import Rules
-from .ruling import Estimates, Ruling, RulingWalk
+from .ruling import Ruling, kind_in_demand
 from .scopes import Scopes
 from .softmaxes import Barrier, Region
-from .states import Kind
-from .wanted import Demand, Wanted
+from .states import Kind, State
+from .wanted import Demand, Everything, Wanted
 
 
-# The states of a jaxpr's inputs are not among its fields, only their kinds: calls with other states share it.
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Analysis:
-    """All that the planner knows of a jaxpr at one point of the program, but for the states of its inputs."""
+    """All that the planner knows of a jaxpr at one point of the program.
+
+    Its states are those of a first decision, made as if everything were wanted in half: what is not in half
+    then stays float32 in any case.
+    """
 
     rules: Rules
     scopes: Scopes
@@ -38,14 +41,19 @@ class Analysis:
     readers: Readers
     regions: Mapping[Var, Region]  # Its activation functions and softmaxes, by their results.
     context: Context
-    rulings: tuple[Ruling, ...]
-    estimates: Estimates
+    rulings: list[Ruling]
+    states: dict[Var, State]
+    inner: dict[Op, list["Analysis"]]  # Those of the jaxprs of each call.
     intermediate: frozenset[Var]  # The variables that a backward pass reads on (`dependence`).
     gradients: frozenset[Var]  # The results of a backward pass, such as the gradient of a weight.
     streams: frozenset[Var]  # The variables that products read later; empty without `half_sums`.
     decisive: frozenset[Var]  # The variables on which a decision of a loop depends (`dependence`).
     tangents: frozenset[Var]  # The variables that depend on the tangents of a forward-mode rule.
-    demand: Demand  # The variables that the jaxpr wants in half: filled by the walk, after the rest is made.
+    demand: Demand  # The variables that the jaxpr wants in half.
+    results: tuple[State, ...] = ()
+
+    def kind(self, var: Var) -> Kind:
+        return Kind.LITERAL if read.is_literal(var) else kind_in_demand(self.states[var])
 
     def makes_gradient(self, op: Op) -> bool:
         """Whether an operation makes a result of the backward pass, such as the gradient of a weight."""
@@ -60,7 +68,7 @@ class Analysis:
 
 
 class DemandWalk:
-    """Analyses jaxprs: each one once for each context and each set of inputs and wanted outputs."""
+    """Reads jaxprs, and finds what they want in half."""
 
     def __init__(self, rules: Rules, scopes: Scopes) -> None:
         self._rules, self._scopes = rules, scopes
@@ -76,45 +84,46 @@ class DemandWalk:
         self._streams = Streams(self._ops)
         self._tangents = Tangents(self._ops)
 
-    def analyse(
-        self, jaxpr: Jaxpr, wanted: tuple[Wanted, ...], inputs: tuple[Kind, ...], context: Context
-    ) -> Analysis:
+    def read(self, jaxpr: Jaxpr, context: Context, states: dict[Var, State]) -> Analysis:
+        """Returns what is known of a jaxpr before any decision: everything may be wanted in half."""
         inside = read.open_jaxpr(jaxpr)
-        key = (id(inside), wanted, inputs, context)
+        ops = self._ops(inside)
+        readers = self._readers[id(inside)]
+        # The questions of `dependence`, each asked only where a decision needs the answer.
+        intermediate = gradients = frozenset[Var]()
+        if self._tells_gradients(inside):
+            intermediate = self._intermediate.variables(inside, context.intermediate, context.backward)
+            made = {var for op in ops if context.is_backward(op) for var in op.equation.outvars}
+            # What the backward pass computes and nothing reads is not a gradient.
+            gradients = frozenset(filter(readers.count, made - intermediate))
+        streams = frozenset[Var]()
+        if self._rules.half_sums:
+            streams = self._streams.variables(inside, context.streams, context.backward)
+        return Analysis(
+            rules=self._rules,
+            scopes=self._scopes,
+            inside=inside,
+            ops=ops,
+            readers=readers,
+            regions=self._regions_of(inside, context.of_gradient),
+            context=context,
+            rulings=[],
+            states=states,
+            inner={},
+            intermediate=intermediate,
+            gradients=gradients,
+            streams=streams,
+            decisive=self._decisions.variables(inside, context.decides, held=context.held),
+            tangents=self._tangents.variables(inside, context.tangents),
+            demand=Everything(readers.count),
+        )
+
+    def analyse(self, first: Analysis, wanted: tuple[Wanted, ...]) -> Analysis:
+        """Returns an analysis with the demand of the jaxpr, whose outputs are wanted in half as `wanted`."""
+        key = first, wanted
         if key not in self._analyses:
-            ops = self._ops(inside)
-            readers = self._readers[id(inside)]
-            # The questions of `dependence`, each asked only where a decision needs the answer.
-            intermediate = gradients = frozenset[Var]()
-            if self._tells_gradients(inside):
-                intermediate = self._intermediate.variables(inside, context.intermediate, context.backward)
-                made = {var for op in ops if context.is_backward(op) for var in op.equation.outvars}
-                # What the backward pass computes and nothing reads is not a gradient.
-                gradients = frozenset(filter(readers.count, made - intermediate))
-            streams = frozenset[Var]()
-            if self._rules.half_sums:
-                streams = self._streams.variables(inside, context.streams, context.backward)
-            decisive = self._decisions.variables(inside, context.decides, held=context.held)
-            ruling_walk = RulingWalk(inside, inputs, context, self._rules, self._scopes)
-            analysis = Analysis(
-                rules=self._rules,
-                scopes=self._scopes,
-                inside=inside,
-                ops=ops,
-                readers=readers,
-                regions=self._regions_of(inside, context.of_gradient),
-                context=context,
-                rulings=ruling_walk.run(ops, decisive, streams),
-                estimates=ruling_walk.estimates,
-                intermediate=intermediate,
-                gradients=gradients,
-                streams=streams,
-                decisive=decisive,
-                tangents=self._tangents.variables(inside, context.tangents),
-                demand=Demand(readers.count),
-            )
-            self._go_backwards(analysis, wanted)
-            self._analyses[key] = analysis
+            self._analyses[key] = dataclasses.replace(first, demand=Demand(first.readers.count))
+            self._go_backwards(self._analyses[key], wanted)
         return self._analyses[key]
 
     def context(self, op: Op, inner: Inner, analysis: Analysis) -> Context:
@@ -204,7 +213,7 @@ class DemandWalk:
     def _halves(self, op: Op, ruling: Ruling, analysis: Analysis, result: Wanted) -> tuple[bool, bool]:
         """Returns two flags: the operation takes half operands as a product; its result may be in half."""
         if ruling.is_half_product:
-            operands = list(map(analysis.estimates.of, op.equation.invars))
+            operands = list(map(analysis.kind, op.equation.invars))
             # A product by one-hot labels selects numbers for float32 operations, as a lookup would. One that
             # makes the gradient of a weight is a product like others.
             selects = Kind.BINARY in operands and result is Wanted.NO and not analysis.makes_gradient(op)
@@ -213,15 +222,15 @@ class DemandWalk:
         if ruling.category is not Category.INFER or ruling.reason:
             return False, False
         # The kinds below `ARGUMENT` are those that may be in half, or are no float32 values.
-        return False, all(analysis.estimates.of(var) < Kind.ARGUMENT for var in op.equation.outvars)
+        return False, all(analysis.kind(var) < Kind.ARGUMENT for var in op.equation.outvars)
 
     def _want_operands_of_call(self, op: Op, analysis: Analysis) -> None:
         """Notes how the jaxprs of a call use its operands. Of several jaxprs the most careful one decides."""
         demand, invars = analysis.demand, op.equation.invars
         results = [demand.of_var(var) for var in op.equation.outvars]
         wants: dict[int, Wanted] = {}  # By the index of the operand.
-        for inner in op.inner:
-            inside = self._analyse_inside(op, inner, analysis, results)
+        for inner, first in zip(op.inner, analysis.inner[op]):
+            inside = self.analyse(first, wanted_inside(inner, results))
             for index, role, var in zip(inner.operands, inner.roles, inside.inside.invars):
                 if read.is_literal(invars[index]):
                     continue
@@ -232,19 +241,6 @@ class DemandWalk:
                     wants[index] = min(want, wants.get(index, want))
         for index, want in wants.items():
             demand.want([invars[index]], want)
-
-    def _analyse_inside(
-        self, op: Op, inner: Inner, analysis: Analysis, results: Sequence[Wanted]
-    ) -> Analysis:
-        # The states of constants, from which their kinds follow, are found by `Planner.plan`.
-        inputs = [Kind.ADAPTS for _ in read.constants(inner.jaxpr)]
-        for index, role in zip(inner.operands, inner.roles):
-            var = op.equation.invars[index]
-            is_carry = role is Role.CARRY  # It keeps its dtype.
-            of_carry = Kind.FLOAT32 if read.is_float32(var) else Kind.ADAPTS
-            inputs.append(of_carry if is_carry else analysis.estimates.of(var))
-        context = self.context(op, inner, analysis)
-        return self.analyse(inner.jaxpr, wanted_inside(inner, results), tuple(inputs), context)
 
 
 def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]:

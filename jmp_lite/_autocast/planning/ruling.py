@@ -1,24 +1,20 @@
-"""The pass of the planner before it knows what is wanted in half: a ruling and an estimate, forwards.
-
-The ruling says how the user's options, the scopes and the table treat an operation. The estimate says which
-values stay float32 in any case; `ADAPTS` estimates a value that may be in half.
-"""
+"""How the user's options, the scopes and the table treat an operation: a ruling, forwards."""
 
 import dataclasses
 import enum
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 
 import jax.numpy as jnp
 
 from ..._jaxpr import read
 from ..._jaxpr.precision import precisions
-from ..._jaxpr.primitives import Category, traits_of
-from ..._jaxpr.read import Equation, Jaxpr, Var
+from ..._jaxpr.primitives import Category
+from ..._jaxpr.read import Equation, Var
 from ..._tree import KEEP_FLOAT32_NAME
 from .op import Context, Op
 from .rules import Rules, first_match
 from .scopes import INSIDE_FULL_PRECISION, Scopes
-from .states import WIDE, Kind, State, kind_for
+from .states import Kind, State
 
 
 class Why(enum.Enum):
@@ -61,67 +57,64 @@ class Ruling:
 
 
 class RulingWalk:
-    """Rules on the operations of an open jaxpr, in their order.
-
-    Attributes:
-        estimates: the estimates of the variables so far.
-    """
+    """Rules on the operations of an open jaxpr, in their order. `known` has the states of the variables."""
 
     def __init__(
-        self, inside: Jaxpr, inputs: Sequence[Kind], context: Context, rules: Rules, scopes: Scopes
+        self,
+        known: Mapping[Var, State],
+        context: Context,
+        rules: Rules,
+        scopes: Scopes,
+        decisive: Set[Var],
+        streams: Set[Var],
     ) -> None:
-        self.estimates = Estimates(zip((*inside.constvars, *inside.invars), inputs, strict=True))
+        self._known, self._decisive, self._streams = known, decisive, streams
         self._context, self._rules, self._scopes = context, rules, scopes
         self._of_products: set[Var] = set()  # Results of products, and element-wise functions of them.
         self._half_sums: set[Var] = set()
         # For each variable, the arrays whose slices it is computed from by moves and element-wise operations.
         self._sliced: dict[Var, frozenset[Var]] = {}
 
-    def run(self, ops: Sequence[Op], decisive: Set[Var], streams: Set[Var]) -> tuple[Ruling, ...]:
-        """Returns the ruling on each operation.
+    def rule(self, op: Op) -> Ruling:
+        """Returns the ruling on the next operation."""
+        scope = self._context.scope_of(op)
+        ruling = self._ruling(op, scope)
+        if self._rules.half_sums and self._continues_stream(op, ruling):
+            ruling = self._ruling_on_sum(ruling, scope)
+        # A rule that gives half wins over the decision of a loop.
+        if self._decisive and _decides(op, ruling, self._decisive) and not self._rules.gives_half(scope):
+            ruling = dataclasses.replace(ruling, reason=_DECIDES, why=Why.LOOP)
+        self._note(op, ruling)
+        return ruling
 
-        Args:
-            ops: the operations.
-            decisive: the variables on which a decision of a loop depends.
-            streams: the variables from which products are computed later.
-        """
-        rulings = []
-        for op in ops:
-            scope = self._context.scope_of(op)
-            ruling = self._ruling(op, scope)
-            if self._rules.half_sums and self._continues_stream(op, ruling, streams):
-                ruling = self._ruling_on_sum(ruling, scope)
-            # A rule that gives half wins over the decision of a loop.
-            if decisive and _decides(op, ruling, decisive) and not self._rules.gives_half(scope):
-                ruling = dataclasses.replace(ruling, reason=_DECIDES, why=Why.LOOP)
-            rulings.append(ruling)
-            self._note(op, ruling)
-        return tuple(rulings)
+    def _may_be_half(self, var: Var) -> bool:
+        return not read.is_literal(var) and kind_in_demand(self._known[var]) == Kind.ADAPTS
 
-    def _continues_stream(self, op: Op, ruling: Ruling, streams: Set[Var]) -> bool:
+    def _continues_stream(self, op: Op, ruling: Ruling) -> bool:
         """Whether an operation is a sum of a residual stream: of a matmul's result, for later matmuls."""
         # Other sums of two arrays, such as those of log-probabilities in a loss or those of an accumulator,
         # may need float32.
         if op.name != "add" or self._context.is_backward(op) or ruling.reason:
             return False
         if not op.is_residual_sum:
-            return self._adds_bias(op) and not streams.isdisjoint(op.equation.outvars)
+            return self._adds_bias(op) and not self._streams.isdisjoint(op.equation.outvars)
         # A sum may continue a stream that only a loss reads: casts by hand would round it too.
-        is_read = not streams.isdisjoint(op.equation.outvars) or not self._half_sums.isdisjoint(op.variables)
+        is_stream = not self._streams.isdisjoint(op.equation.outvars)
+        is_read = is_stream or not self._half_sums.isdisjoint(op.variables)
         # `lax.associative_scan` computes a recursion by sums of the even and odd elements of one array.
         is_of_slices = bool(frozenset.intersection(*map(self._slices, op.variables)))
         return is_read and not is_of_slices and self._adds_product(op)
 
     def _adds_product(self, op: Op) -> bool:
         # What adapts may be a product's result that a call or a loop returns.
-        may_be_half = Kind.ADAPTS in map(self.estimates.of, op.equation.invars)
+        may_be_half = any(map(self._may_be_half, op.equation.invars))
         return may_be_half or not self._of_products.isdisjoint(op.variables)
 
     def _adds_bias(self, op: Op) -> bool:
         """Whether an operation adds something smaller, such as a bias, to the result of a product."""
         (out,) = op.equation.outvars
         whole = [var for var in op.variables if var.aval.shape == out.aval.shape]
-        is_product = [self.estimates.of(var) == Kind.ADAPTS and var in self._of_products for var in whole]
+        is_product = [self._may_be_half(var) and var in self._of_products for var in whole]
         return is_product == [True] and read.is_float32(out)
 
     def _ruling_on_sum(self, ruling: Ruling, scope: str) -> Ruling:
@@ -186,7 +179,6 @@ class RulingWalk:
             self._half_sums.update(op.equation.outvars)
         if self._rules.half_sums and ruling.category in _BY_OPERANDS:
             self._note_slices(op)
-        self.estimates.add(op, ruling)
 
     def _note_slices(self, op: Op) -> None:
         slices = frozenset[Var]().union(*map(self._slices, op.variables))
@@ -197,34 +189,8 @@ class RulingWalk:
         return self._sliced.get(var, frozenset())
 
 
-# The demand asks them whether an operation can give a half result. One that certainly runs in float32 does
-# not want its other operands in half: so a residual stream that nothing normalizes stays float32.
-class Estimates:
-    """The estimated kind of each variable of a jaxpr."""
-
-    def __init__(self, kinds: Iterable[tuple[Var, Kind]]) -> None:
-        self._kinds = dict(kinds)
-
-    def of(self, var: Var) -> Kind:
-        return Kind.LITERAL if read.is_literal(var) else self._kinds[var]
-
-    def add(self, op: Op, ruling: Ruling) -> None:
-        for index, out in enumerate(op.equation.outvars):
-            is_call = ruling.category is Category.CALL
-            self._kinds[out] = _estimate_of_call(op, index) if is_call else self._of_result(op, ruling, index)
-
-    def _of_result(self, op: Op, ruling: Ruling, index: int) -> Kind:
-        operands = list(map(self.of, op.equation.invars))
-        # What is computed from numbers alone is a number, unless an effect, as of an `io_callback`, makes it.
-        is_constant = not op.equation.effects and all(kind == Kind.LITERAL for kind in operands)
-        if is_constant and ruling.why is not Why.KEEP_FLOAT32:
-            return Kind.LITERAL
-        is_float32 = read.is_float32(op.equation.outvars[index])
-        return _estimate_of_float32(op, ruling, operands, index) if is_float32 else Kind.ADAPTS
-
-
-def estimate_of_state(state: State) -> Kind:
-    """Returns the estimate of a value whose state is known."""
+def kind_in_demand(state: State) -> Kind:
+    """Returns the kind of a value for the demand: `ADAPTS` for one that may be in half."""
     if state.constant and state.kind not in (Kind.BINARY, Kind.BY_RULE, Kind.KEPT):
         return Kind.LITERAL
     return Kind.ADAPTS if state.kind in (Kind.OTHER, Kind.HALF) else state.kind
@@ -279,70 +245,3 @@ def _what_the_program_asks(equation: Equation, floating: Sequence[Var]) -> str:
         return f"the program asks for precision {' and '.join(sorted(asked))}"
     preferred = equation.params.get("preferred_element_type")
     return "" if preferred in (None, jnp.float32) else f"the program asks for a result in {preferred}"
-
-
-# The estimate.
-
-
-def _estimate_of_float32(op: Op, ruling: Ruling, operands: list[Kind], index: int) -> Kind:
-    """Returns the estimate of a float32 result from those of the operands."""
-    if ruling.why is Why.KEEP_FLOAT32:
-        return Kind.KEPT
-    if op.is_cast:
-        (source,) = op.equation.invars
-        # `x.astype(jnp.float32)` of a float32 value, which JAX traces if it is weakly typed, does nothing.
-        return operands[0] if read.is_float32(source) else _estimate_of_cast(source.aval.dtype)
-    if ruling.category is Category.MOVE:
-        return _estimate_of_move(op, operands, index)
-    if (ruling.takes_half(operands) and not ruling.float32_result) or ruling.half_sum:
-        return Kind.ADAPTS
-    is_elementwise = ruling.category is Category.INFER and not ruling.reason
-    return _widest(op, operands) if is_elementwise else Kind.FLOAT32
-
-
-def _widest(op: Op, operands: list[Kind]) -> Kind:
-    kinds = [
-        kind_for(op, var, kind) if read.is_float32(var) else Kind.ADAPTS
-        for var, kind in zip(op.equation.invars, operands)
-    ]
-    return Kind.FLOAT32 if not set(kinds).isdisjoint(WIDE) else max(Kind.ADAPTS, *kinds)
-
-
-def _estimate_of_move(op: Op, operands: list[Kind], index: int) -> Kind:
-    kind = operands[op.moved_operand(index)]
-    is_adapting = kind == Kind.ARGUMENT and op.makes_adapting(op.equation.outvars[index])
-    return Kind.ADAPTS if is_adapting else kind
-
-
-def _estimate_of_cast(source: jnp.dtype) -> Kind:
-    if source == jnp.bool_:
-        return Kind.BINARY
-    # The program has widened a half value of its own: it asks for float32. Integers may fit half.
-    return Kind.FLOAT32 if jnp.issubdtype(source, jnp.floating) else Kind.ADAPTS
-
-
-def _estimate_of_call(op: Op, index: int) -> Kind:
-    """Returns the estimate of a result of a call, as far as the inner jaxprs alone tell it."""
-    outputs = [
-        (read.open_jaxpr(inner.jaxpr), number, carry)
-        for inner in op.inner
-        for number, (result, carry) in enumerate(zip(inner.results, inner.carries))
-        if result == index
-    ]
-    if read.is_float32(op.equation.outvars[index]) and any(carry for _, _, carry in outputs):
-        return Kind.FLOAT32
-    # `jax.nn.one_hot` is a jitted function, whose result is a cast of booleans.
-    is_binary = all(_is_cast_from_bool(jaxpr, jaxpr.outvars[number]) for jaxpr, number, _ in outputs)
-    return Kind.BINARY if is_binary else Kind.ADAPTS
-
-
-def _is_cast_from_bool(jaxpr: Jaxpr, var: Var) -> bool:
-    made_by = {out: equation for equation in read.equations(jaxpr) for out in equation.outvars}
-    while not read.is_literal(var) and var in made_by:
-        equation = made_by[var]
-        if equation.primitive.name == "convert_element_type":
-            return equation.invars[0].aval.dtype == jnp.bool_
-        if traits_of(equation.primitive.name).category is not Category.MOVE:
-            return False
-        var = equation.invars[0]
-    return False

@@ -10,8 +10,6 @@ from ..._jaxpr.read import Var
 from .op import Op
 
 
-# The planner uses the kinds twice: as a first estimate of each value, before it knows what is wanted in
-# half (`ruling`), and as its final state (`decide`).
 class Kind(enum.IntEnum):
     """The kind of a value. Among several operands the largest kind decides."""
 

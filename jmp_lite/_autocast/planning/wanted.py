@@ -125,3 +125,15 @@ class Demand:
         uses = self.uses[var]
         uses.is_half_sum = in_half
         uses.in_float32 |= uses.by_sums
+
+
+class Everything(Demand):
+    """The demand of a first decision: each variable may be wanted in half."""
+
+    def of_var(self, var: Var) -> Wanted:
+        del var
+        return Wanted.INDIRECTLY
+
+    def of_results(self, op: Op) -> Wanted:
+        del op
+        return Wanted.INDIRECTLY
