@@ -109,7 +109,10 @@ def _run(facts: Facts, values: Sequence[Array], half: np.dtype, kind: Implementa
             bodies = [_body(*each, operands, half, kind) for each in facts.inside(equation)]
             return CALLS[equation.primitive.name](equation, bodies, operands)[0]
 
-    return replay(facts.jaxpr, values, lambda var: var.val, action)
+    def also_read(index: int) -> Sequence[Var]:
+        return fused[index].inputs if index in fused else ()
+
+    return replay(facts.jaxpr, values, lambda var: var.val, action, also_read)
 
 
 def _body(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxpr.calls import CALLS, remat_from_half
-from .._jaxpr.inner import Role, with_repeated
+from .._jaxpr.inner import Role, right_sides, with_repeated
 from .._jaxpr.primitives import traits_of
 from .._jaxpr.read import Array, Equation
 from .interpreter import Handler, Interpreter, pairs_entering
@@ -71,8 +71,9 @@ def _linear_solve(
     # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/scipy/sparse/linalg.py#L114. The overflow would
     # be lost, and no step skipped. Zero times inf is NaN.
     results = _call(interpreter, equation, action, operands)
-    right = operands[-len(results) :]
-    return [Value(x.native + 0 * b.native) for x, b in zip(results, right, strict=True)]
+    right = [operands[index] for index in right_sides(equation)]
+    solution, auxiliary = results[: len(right)], results[len(right) :]
+    return [Value(x.native + 0 * b.native) for x, b in zip(solution, right, strict=True)] + auxiliary
 
 
 def _saved_by_loop(primitive: Any, *operands: Any, **params: Any) -> bool:

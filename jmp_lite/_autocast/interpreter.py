@@ -106,7 +106,11 @@ class Interpreter:
             return start_paths(equation.outvars, results) if starts else results
 
         start_paths(open_jaxpr(plan.jaxpr).invars, arguments)
-        return replay(plan.jaxpr, [*fixed, *arguments], self._literal, action)
+
+        def also_read(index: int) -> Sequence[Var]:
+            return _read_by_region(plan.decisions[index].action)
+
+        return replay(plan.jaxpr, [*fixed, *arguments], self._literal, action, also_read)
 
     def _literal(self, var: Var) -> Value:
         return _constant(var.val, self.planner.literal(var))
@@ -259,6 +263,11 @@ class Interpreter:
         if not constants:
             self._bodies[key] = body
         return body
+
+
+def _read_by_region(action: Any) -> Sequence[Var]:
+    """Returns what the last operation of a region reads for the others."""
+    return (*action.region.sources, *action.region.extras) if isinstance(action, Recompute) else ()
 
 
 def pairs_entering(action: Call, operands: Sequence[Value]) -> tuple[int, ...]:

@@ -60,7 +60,8 @@ class Planner:
 
     def argument(self, value: Array, path: str) -> State:
         """Returns the state of the argument at `path`. A constant has an empty path."""
-        if getattr(value, "dtype", None) != jnp.float32:
+        # A mutable array has the dtype of its numbers, and no operation can take it in another one.
+        if getattr(value, "dtype", None) != jnp.float32 or isinstance(value, jax.Ref):
             return OTHER
         if not path:  # A constant, such as an array that the function closes over.
             return State(Kind.ARGUMENT if value.ndim else Kind.ADAPTS, source=Source())
@@ -244,7 +245,7 @@ def _handler(op: Op, operands: Sequence[State], plans: Sequence[Plan]) -> str:
 
 def _number(value: Array) -> float | None:
     """Returns the value of a scalar that is known while tracing."""
-    if value.ndim:
+    if value.ndim or isinstance(value, jax.Ref):
         return None
     try:
         return float(value)

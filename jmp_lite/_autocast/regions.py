@@ -10,7 +10,7 @@ from jax import lax
 
 from .._jaxpr.bind import INLINE, bar_cotangent, bind, cast, recomputed, round_cotangent, widen
 from .._jaxpr.read import Array, Equation, Var, context_of, is_float32, is_literal
-from .planning.plan import Recompute, Take
+from .planning.plan import Recompute
 from .planning.softmaxes import Barrier
 from .value import Value
 
@@ -18,7 +18,7 @@ from .value import Value
 class _Arrays(NamedTuple):
     """What a region is computed from."""
 
-    halves: list[Any]  # Each source in half. Of a sum that the region computes itself: its operands.
+    halves: list[Array]  # Each source in half; of a gate, one may be in float32.
     paths: list[Array | None]  # The paths of the sources (`planning.passes.pairs`).
     extras: list[Array]
 
@@ -54,29 +54,13 @@ def run_region(
 
 
 def _arrays(action: Recompute, read: Callable[[Var], Value], half: Any) -> _Arrays:
-    halves: list[Any] = []
-    paths: list[Array | None] = []
-    for var in action.region.sources:
-        if var in action.sums:
-            equation, run = action.sums[var]
-            # Its bias has a path of its own (`_addend`).
-            halves.append([_addend(read(x), take, half) for x, take in zip(equation.invars, run.operands)])
-            paths.append(None)
-        else:
-            # A source of a gate may be in float32: `_source` rounds its gradient.
-            value = read(var)
-            halves.append(value.native if value.native.dtype == jnp.float32 else value.to(half))
-            paths.append(read(var).path)
+    # A source of a gate may be in float32: `_source` rounds its gradient.
+    sources = list(map(read, action.region.sources))
+    halves = [x.native if x.native.dtype == jnp.float32 else x.to(half) for x in sources]
     extras = [
         read(var).to(jnp.float32) if is_float32(var) else read(var).native for var in action.region.extras
     ]
-    return _Arrays(halves, paths, extras)
-
-
-def _addend(value: Value, take: Take, half: Any) -> tuple[Array, Array | None]:
-    """Returns an operand of a sum in half, and a bias also in float32, for its gradient."""
-    # The bias is cast in front of the region. With a cast in each pass, XLA would run one more kernel.
-    return value.to(half), value.to(jnp.float32) if take is Take.BROADCAST else None
+    return _Arrays(halves, [value.path for value in sources], extras)
 
 
 def _function(action: Recompute, half: Any, is_primal: bool) -> Callable[..., Array]:
@@ -135,7 +119,7 @@ def _evaluate(
     action: Recompute,
     result: Var,
     half: Any,
-    halves: Sequence[Any],
+    halves: Sequence[Array],
     paths: Sequence[Array | None],
     extras: Sequence[Array],
 ) -> Array:
@@ -143,36 +127,28 @@ def _evaluate(
     region = action.region
     known = dict(zip(region.extras, extras, strict=True))
     for var, x, path in zip(region.sources, halves, paths, strict=True):
-        known[var] = _source(action, var, x, path, half)
+        known[var] = _source(region.barrier, x, path, half)
     read = lambda var: var.val if is_literal(var) else known[var]
     for equation in action.equations:
         if result in known:  # The logits are made before the last equation.
             break
         known.update(zip(equation.outvars, bind(equation, list(map(read, equation.invars))), strict=True))
+        # XLA would store the cotangent of such an input twice: for its addends, and for the sum that is the
+        # gradient of a bias.
+        if region.barrier is Barrier.CHECKPOINT and equation.outvars[0] in region.inputs:
+            known[equation.outvars[0]] = round_cotangent(known[equation.outvars[0]], half)
     return known[result]
 
 
-def _source(action: Recompute, var: Var, x: Any, path: Array | None, half: Any) -> Array:
-    """Returns a source of a region in float32: from its half value, or from the addends of a sum."""
-    if var in action.sums:
-        x = _sum(action.sums[var][0], x, half)
-    if action.region.barrier is Barrier.CHECKPOINT:
+def _source(barrier: Barrier, x: Array, path: Array | None, half: Any) -> Array:
+    """Returns a source of a region in float32, from its half value."""
+    if barrier is Barrier.CHECKPOINT:
         # Without it XLA stores each cotangent twice: in half and in float32.
         x = bar_cotangent(x)
     if path is not None:
         return widen(x, path)
     # A float32 source of a gate behind a norm: XLA would store its gradient in float32.
     return cast(x, jnp.float32) if x.dtype == half else round_cotangent(x, half)
-
-
-def _sum(equation: Equation, addends: Sequence[tuple[Array, Array | None]], half: Any) -> Array:
-    """Runs the sum of a matmul's result and a bias in half."""
-    operands = [
-        # Not rounded again: nothing but this sum reads the bias here, and the sum rounds.
-        x if wide is None else broadcast_to_half(widen(x, wide, is_shared=False), equation, half)
-        for x, wide in addends
-    ]
-    return bind(equation, operands)[0]
 
 
 def broadcast_to_half(x: Array, equation: Equation, half: Any) -> Array:
@@ -192,13 +168,11 @@ def _structure(action: Recompute) -> tuple[Any, ...]:
         )
 
     operands = number((*action.region.sources, *action.region.extras))
-    sums = [equation for equation, _ in action.sums.values()]
     return (
         action.region.barrier,
         operands,
-        tuple(equation.outvars[0].aval.shape for equation in sums),  # A bias is broadcast to them.
         *(
             (each.primitive, tuple(each.params.items()), number(each.invars), number(each.outvars))
-            for each in (*sums, *action.equations)
+            for each in action.equations
         ),
     )

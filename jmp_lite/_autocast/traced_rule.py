@@ -73,34 +73,41 @@ class TracedRule:
         """The forward rule of a `custom_vjp`. Its residuals are the backward rule, with its arrays."""
         primals = self._by_operand(given)
         perturbed = [index for index, primal in primals.items() if primal.perturbed]
+        structures: list[Any] = []
 
-        def rule(arrays: list[Array], _: list[Array]) -> tuple[list[Array], Any]:
+        # JAX's caches keep the structure of what a traced function returns. That of the linear function holds
+        # the user's backward rule, with the arrays that it closes over.
+        def rule(arrays: list[Array], _: list[Array]) -> tuple[list[Array], list[Array]]:
             fun, operands = self._of_perturbed(arrays, perturbed)
-            return jax.linearize(fun, *operands)
+            results, pushforward = jax.linearize(fun, *operands)
+            leaves, structure = jax.tree.flatten(pushforward)
+            structures.append(structure)
+            return results, leaves
 
         inputs, states = self._inputs([primal.value for primal in given]), self.inside.plan.results
-        (results, pushforward), kept, paths = self._run(rule, inputs, [], states, self.pairs_out)
-        backward = functools.partial(self._backward, kept, perturbed)
-        return results + paths, jax.tree_util.Partial(backward, pushforward)
+        (results, leaves), kept, paths = self._run(rule, inputs, [], states, self.pairs_out)
+        backward = functools.partial(self._backward, kept, perturbed, structures[-1])
+        return results + paths, jax.tree_util.Partial(backward, leaves)
 
     def _backward(
         self,
         kept: Sequence[State],
         perturbed: Sequence[int],
-        pushforward: jax.tree_util.Partial,
+        structure: Any,
+        leaves: list[Array],
         cotangents: list[Any],
     ) -> tuple[Array | None, ...]:
         """The backward rule of a `custom_vjp`. The half of a pair gets no gradient, and its path gets all.
 
         Args:
-            kept: the states of the arrays that `pushforward` holds.
+            kept: the states of `leaves`.
             perturbed: the indexes of the operands with respect to which the rule differentiates.
-            pushforward: a function of their tangents, which gives those of the results.
+            structure: that of a function of their tangents, which gives those of the results.
+            leaves: the arrays that this function holds.
             cotangents: those of the results, then those of the paths.
         """
         invars, outvars = self.equation.invars, self.equation.outvars
         arriving = self._arriving(cotangents)
-        leaves, structure = jax.tree.flatten(pushforward)
 
         def rule(leaves: list[Array], arriving_arrays: list[Array]) -> list[Array]:
             def to_given(*tangents: Array) -> list[Array]:
@@ -230,6 +237,7 @@ def _states_of_outputs(closed: Jaxpr, results: Sequence[State]) -> list[State | 
 
 def _tangent(array: Array, var: Var) -> tuple[Value, State]:
     """Returns a tangent or cotangent of `var`, which may be half in the program itself, with its state."""
+    array = jnp.asarray(array)  # `jax.jvp` passes on a tangent that is a Python number.
     state = FLOAT32 if array.dtype == jnp.float32 else HALF
     return Value(array), state if is_float32(var) else OTHER
 

@@ -128,22 +128,16 @@ def reuse(x: Array, cast: Array) -> Array:
     return reuse_cast(x, cast)
 
 
-@functools.partial(jax.jit, inline=INLINE, static_argnames="is_shared")
-def widen(half: Array, path: Array, is_shared: bool = True) -> Array:
-    """Returns `half` in float32, with a gradient that goes to `path`, the same value in float32.
-
-    Args:
-        half: the value.
-        path: the same value in float32.
-        is_shared: whether other operations read `half` too, so that it is rounded once more.
-    """
+@functools.partial(jax.jit, inline=INLINE)
+def widen(half: Array, path: Array) -> Array:
+    """Returns `half` in float32, with a gradient that goes to `path`, the same value in float32."""
     # Nothing reads the value of `path`, so JAX and XLA drop what computes it. Only gradients go through it.
     # They stay float32 where the program moves `half`, or passes it to a call.
-    return _widen(half, path, is_shared)
+    return _widen(half, path)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _widen(half: Array, path: Array, is_shared: bool) -> Array:
+@jax.custom_jvp
+def _widen(half: Array, path: Array) -> Array:
     wide = lax.convert_element_type(half, path.dtype)
     # By default XLA leaves out a cast down and up again where both are in one kernel, on GPUs too
     # (https://github.com/openxla/xla/issues/41605). A reader there would read the value before its rounding,
@@ -151,13 +145,13 @@ def _widen(half: Array, path: Array, is_shared: bool) -> Array:
     # selects. XLA never leaves out a `reduce_precision` (https://github.com/openxla/xla/pull/19038); JAX
     # protects the values that a `jax.checkpoint` saves in the same way
     # (https://github.com/jax-ml/jax/pull/22244).
-    return round_to(wide, half.dtype) if is_shared else wide
+    return round_to(wide, half.dtype)
 
 
 @_widen.defjvp
-def _widen_jvp(is_shared: bool, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+def _widen_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     # The function within `_widen`: a policy of `jax.checkpoint` should see a cast.
-    return _widen.fun(*primals, is_shared), tangents[1]
+    return _widen.fun(*primals), tangents[1]
 
 
 def round_to(x: Array, half: Any) -> Array:

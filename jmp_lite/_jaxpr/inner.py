@@ -148,14 +148,21 @@ def _linear_solve_parts(equation: Equation) -> tuple[Inner, ...]:
     # Each takes constants of its own, and a vector. Only derivatives of the system run the matrices.
     lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
     results = tuple(range(len(equation.outvars)))
-    vector, first, parts = tuple(range(sum(lengths), len(equation.invars))), 0, []
+    vector, first, parts = right_sides(equation), 0, []
     for name, length, jaxpr in zip(lengths._fields, lengths, jaxprs):
         constants = tuple(range(first, first + length))
         first += length
         if jaxpr is not None:
-            # The vector is a carry to us: what a solver gives must have its dtype.
+            # The vector is a carry to us: what a solver gives must have its dtype. Behind the solution stand
+            # auxiliary results, such as a count of iterations (`has_aux=True`).
             roles = (Role.ONCE,) * length + (Role.CARRY,) * len(vector)
             out = results if name == "solve" else (None,) * len(open_jaxpr(jaxpr).outvars)
+            carries = (True,) * len(vector) + (False,) * (len(out) - len(vector))
             scope = SOLVER_SCOPE if name in ("solve", "transpose_solve") else ""
-            parts.append(Inner(jaxpr, constants + vector, roles, out, (True,) * len(out), scope))
+            parts.append(Inner(jaxpr, constants + vector, roles, out, carries, scope))
     return tuple(parts)
+
+
+def right_sides(equation: Equation) -> tuple[int, ...]:
+    """Returns the operands of a linear solve that are its right side. The first results are its solution."""
+    return tuple(range(sum(equation.params["const_lengths"]), len(equation.invars)))

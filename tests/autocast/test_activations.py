@@ -114,8 +114,8 @@ def test_the_backward_pass_keeps_a_matmul_without_its_bias_or_with_it_but_not_bo
 
 
 @each_half
-def test_a_bias_in_front_of_an_activation_function_is_cast_once_and_its_gradient_is_a_float32_sum(half):
-    """With a cast in each of the two passes, XLA has one kernel more for each bias of a GPT-2."""
+def test_a_bias_in_front_of_an_activation_function_is_not_rounded_and_its_gradient_is_a_float32_sum(half):
+    """The activation function adds it in float32."""
     loss = lambda w, bias: jnp.sum(jax.nn.gelu(X @ w + bias) @ w)
     found = list(equations(jax.make_jaxpr(jax.grad(jmp.autocast(loss, half), 1))(W, jnp.ones(8))))
 
@@ -126,7 +126,7 @@ def test_a_bias_in_front_of_an_activation_function_is_cast_once_and_its_gradient
             if e.primitive.name == name and size(e).aval.size == 8
         ]
 
-    assert of_bias("convert_element_type", lambda e: e.invars[0]).count(("float32", half)) == 1
+    assert ("float32", half) not in of_bias("convert_element_type", lambda e: e.invars[0])
     assert set(of_bias("reduce_sum", lambda e: e.outvars[0])) == {("float32", "float32")}
 
 

@@ -196,7 +196,8 @@ def test_calls_stay_what_they_were_and_without_products_in_half_nothing_changes(
     for kind in kinds - {"jit", "custom_jvp_call", "remat2"}:
         assert ours[kind] == plain[kind], kind
     # A loop computes its element-wise operations again, unless the program says itself what it keeps.
-    activations = name == "relu and its kin"  # A SiLU is one function, which is computed again.
+    # A SiLU is one function, which is computed again, and so is a chain of operations.
+    activations = name in ("relu and its kin", "vmap of rows")
     assert plain["remat2"] <= ours["remat2"] <= plain["remat2"] + plain["scan"] + activations
     assert ours["custom_jvp_call"] >= plain["custom_jvp_call"]  # A cast that is shared is one as well.
     assert ours["jit"] >= plain["jit"]

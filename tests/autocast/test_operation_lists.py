@@ -78,9 +78,11 @@ def wrong(row, name, dtype):
         return None
     if row.here == "float32":
         return [str(operation) for operation in decisive if operation.in_half]
-    # Half, and the widest of half. A quotient in float16, and a product with a number that half rounds, are
-    # computed in float32 and stored in half.
-    is_half = lambda o: o.in_half or (traits_of(o.name).scales and o.outputs[0].startswith(dtype))
+    # Half, and the widest of half. A quotient in float16, a product with a number that half rounds, and a
+    # chain of operations are computed in float32 and stored in half.
+    in_chain = lambda o: o.reason.startswith(("a chain of operations", "part of that function"))
+    is_stored = lambda o: traits_of(o.name).scales or in_chain(o)
+    is_half = lambda o: o.in_half or (is_stored(o) and o.outputs[0].startswith(dtype))
     return [str(operation) for operation in decisive if not is_half(operation)]
 
 

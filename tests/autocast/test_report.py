@@ -156,7 +156,9 @@ def test_the_report_says_that_an_activation_function_runs_in_float32():
     )
     *parts, last = [o for o in report.operations if o.name not in ("dot_general", "copy")]
     assert {operation.in_half for operation in (*parts, last)} == {False}
-    assert {operation.reason for operation in parts} == {"part of that activation function or softmax"}
+    assert {operation.reason for operation in parts} == {
+        "part of that function, which is computed in float32"
+    }
     assert last.reason == (
         "an activation function or softmax, computed in float32 from its half inputs, and recomputed"
     )

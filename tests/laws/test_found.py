@@ -464,7 +464,7 @@ def test_a_scalar_argument_that_is_added_is_not_rounded():
 def test_what_is_computed_of_parameters_and_broadcast_or_looked_up_adapts(options):
     def added(x, w, b, scale):
         table = 2 * w[jnp.arange(4)] + (2 * w)[jnp.arange(4)]
-        return jnp.tanh(lax.clamp(-scale, x @ w + 2 * b, scale) + table) @ w
+        return jnp.tanh(lax.clamp(-scale, x @ w, scale) + table) @ w
 
     half = jmp.autocast(added, **options)
     args = X, W, jnp.ones(8), jnp.float32(1.001)
@@ -647,3 +647,65 @@ def test_a_rule_selects_what_a_checkpoint_computes_again(rule, around):
     report = jmp.explain(in_order(ORDERS[1], loss, "bfloat16", **options))(W, X)
     scopes = {each.module for each in report.operations if each.name == "tanh"}
     assert scopes == {"stack/block/layer"}
+
+
+# Solvers, mutable arrays and tangents that others wrote.
+
+AUX = {
+    "a count": jnp.int32(3),
+    "a flag": jnp.bool_(True),
+    "a residual": jnp.float32(0.5),
+    "a history": jnp.ones(5),
+    "several": (jnp.int32(3), jnp.ones(2)),
+    "nothing": (),
+}
+
+
+@pytest.mark.parametrize("name", AUX)
+@pytest.mark.parametrize("way", ["plain", "vmap", "grad"])
+def test_the_auxiliary_results_of_a_solver_are_those_of_the_program(name, way):
+    def solve(a, b):
+        solver = lambda a: lambda _, b: (jnp.linalg.solve(a, b), AUX[name])
+        return lax.custom_linear_solve(lambda x: a @ x, b, solver(a), solver(a.T), has_aux=True)
+
+    around = {
+        "plain": lambda f: f,
+        "vmap": lambda f: lambda a, b: jax.vmap(f, (None, 0))(a, jnp.stack([b, 2 * b])),
+        "grad": lambda f: jax.grad(lambda a, b: f(a, b)[0].sum()),
+    }[way]
+    args = 3 * jnp.eye(3) + 0.1, jnp.ones(3)
+    found, expected = (jax.jit(around(f))(*args) for f in (jmp.autocast(solve), solve))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        assert ours.dtype == plain.dtype
+        np.testing.assert_allclose(ours, plain, rtol=0.02)
+
+
+@pytest.mark.parametrize("go", [lambda f: f, jax.jit, jax.grad], ids=["", "jit", "grad"])
+@pytest.mark.parametrize("start", [jnp.float32(0), jnp.zeros(8), jnp.int32(0)], ids=str)
+def test_a_mutable_array_that_is_closed_over_is_written_as_in_the_program(start, go):
+    def written(wrap):
+        ref = jax.new_ref(start)
+
+        def fun(x):
+            ref[...] = ref[...] + 1
+            return (x @ W).sum()
+
+        result = go(wrap(fun))(X[0])
+        return result, ref[...]
+
+    (found, ours), (expected, plain) = written(jmp.autocast), written(lambda f: f)
+    assert ours.dtype == plain.dtype
+    np.testing.assert_array_equal(ours, plain)
+    np.testing.assert_allclose(found, expected, rtol=0.02)
+
+
+@pytest.mark.parametrize("tangent", [2.0, jnp.float32(2)], ids=["a Python number", "an array"])
+def test_a_tangent_may_be_a_python_number(tangent):
+    @jax.custom_jvp
+    def fun(t):
+        return jnp.sum((t * W) @ W)
+
+    fun.defjvp(lambda p, d: (fun(*p), jnp.sum(W @ W) * d[0]))
+    (_, found), (_, expected) = (jax.jvp(f, (1.0,), (tangent,)) for f in (jmp.autocast(fun), fun))
+    np.testing.assert_allclose(found, expected, rtol=0.02)

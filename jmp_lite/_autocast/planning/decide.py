@@ -30,7 +30,7 @@ def decide(op: Op, ruling: Ruling, operands: Sequence[State], analysis: Analysis
     if rules.scopes:
         ruling = by_first_rule(op, ruling, operands, rules)
     if ruling.reason:
-        return _kept(op, operands, ruling, wanted, analysis)
+        return _kept(op, operands, ruling, analysis)
     if op.is_cast:
         return _cast(op, operands[0])
     if ruling.half_sum:
@@ -49,11 +49,12 @@ def _is_constant_outer(op: Op, operands: Sequence[State]) -> bool:
     return op.name == "outer_product" and all(state.constant for state in operands)
 
 
-def _kept(op: Op, operands: Sequence[State], ruling: Ruling, wanted: Wanted, analysis: Analysis) -> Decision:
+def _kept(op: Op, operands: Sequence[State], ruling: Ruling, analysis: Analysis) -> Decision:
     """Decides about an operation whose ruling has a reason: it runs as in the program, or in float32."""
     # An `exp` or a power at the end of a region: the region gives half (`passes.recompute`).
     is_constant = all(state.constant for state in operands)
-    if ruling.category is Category.DENY and analysis.region_of(op, wanted) is not None and not is_constant:
+    ends_region = not analysis.regions.keys().isdisjoint(op.equation.outvars)
+    if ruling.category is Category.DENY and ends_region and not is_constant:
         return dataclasses.replace(store_half(op, operands, ruling.reason), category=Category.DENY)
     decision = run_in_float32(op, operands, ruling)
     # In `autocast(grad(f))`, the gradient of a lookup of labels (`_jaxpr/picks.py`).

@@ -6,7 +6,7 @@ that pass it on. No operation reads the value in float32, since that operation w
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,11 @@ from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Jaxpr, Var
 from .dependence import Intermediate, LoopDecisions, Streams, Tangents
 from .op import Context, Held, Op, Readers, read_ops, readers_of
-from .regions import find_regions
+from .regions import Regions
 from .rules import Rules
 from .ruling import Ruling, kind_in_demand
 from .scopes import Scopes
-from .softmaxes import Barrier, Region
+from .softmaxes import Region
 from .states import Kind, State
 from .wanted import Demand, Everything, Wanted
 
@@ -39,7 +39,7 @@ class Analysis:
     inside: Jaxpr  # The open jaxpr.
     ops: tuple[Op, ...]
     readers: Readers
-    regions: Mapping[Var, Region]  # Its activation functions and softmaxes, by their results.
+    found: Regions  # Where its regions may end, such as activation functions and softmaxes.
     context: Context
     rulings: list[Ruling]
     states: dict[Var, State]
@@ -50,6 +50,7 @@ class Analysis:
     decisive: frozenset[Var]  # The variables on which a decision of a loop depends (`dependence`).
     tangents: frozenset[Var]  # The variables that depend on the tangents of a forward-mode rule.
     demand: Demand  # The variables that the jaxpr wants in half.
+    regions: dict[Var, Region] = dataclasses.field(default_factory=dict)  # By their results.
     results: tuple[State, ...] = ()
 
     def kind(self, var: Var) -> Kind:
@@ -59,13 +60,6 @@ class Analysis:
         """Whether an operation makes a result of the backward pass, such as the gradient of a weight."""
         return not self.gradients.isdisjoint(op.equation.outvars)
 
-    def region_of(self, op: Op, wanted: Wanted) -> Region | None:
-        """Returns the region that ends with an operation, whose result is wanted in half; None for none."""
-        region = self.regions.get(op.equation.outvars[0]) if wanted > Wanted.NO else None
-        # A gate, which has no barrier, is a region whatever reads it.
-        by_products = wanted is Wanted.BY_PRODUCTS_ONLY
-        return region if by_products or (region and region.barrier is Barrier.NONE) else None
-
 
 class DemandWalk:
     """Reads jaxprs, and finds what they want in half."""
@@ -74,7 +68,7 @@ class DemandWalk:
         self._rules, self._scopes = rules, scopes
         self._read: dict[int, tuple[Op, ...]] = {}
         self._readers: dict[int, Readers] = {}
-        self._regions: dict[tuple[int, bool], Mapping[Var, Region]] = {}
+        self._regions: dict[tuple[int, bool], Regions] = {}
         self._analyses: dict[Any, Analysis] = {}
         self._is_told: bool | None = None  # See `_tells_gradients`.
         # The keys of all four hold ids of jaxprs. Python gives the id of an object that is gone to a new one.
@@ -105,7 +99,7 @@ class DemandWalk:
             inside=inside,
             ops=ops,
             readers=readers,
-            regions=self._regions_of(inside, context.of_gradient),
+            found=self._regions_of(inside, context.of_gradient),
             context=context,
             rulings=[],
             states=states,
@@ -122,7 +116,8 @@ class DemandWalk:
         """Returns an analysis with the demand of the jaxpr, whose outputs are wanted in half as `wanted`."""
         key = first, wanted
         if key not in self._analyses:
-            self._analyses[key] = dataclasses.replace(first, demand=Demand(first.readers.count))
+            demand = Demand(first.readers.count)
+            self._analyses[key] = dataclasses.replace(first, demand=demand, regions={})
             self._go_backwards(self._analyses[key], wanted)
         return self._analyses[key]
 
@@ -174,10 +169,10 @@ class DemandWalk:
             self._readers[id(inside)] = readers_of(inside, self._read[id(inside)])
         return self._read[id(inside)]
 
-    def _regions_of(self, inside: Jaxpr, of_gradient: bool) -> Mapping[Var, Region]:
+    def _regions_of(self, inside: Jaxpr, of_gradient: bool) -> Regions:
         key = id(inside), of_gradient
         if key not in self._regions:
-            self._regions[key] = find_regions(self._ops(inside), self._readers[id(inside)], not of_gradient)
+            self._regions[key] = Regions(self._ops(inside), self._readers[id(inside)], of_gradient)
         return self._regions[key]
 
     def _go_backwards(self, analysis: Analysis, wanted: Sequence[Wanted]) -> None:
@@ -186,29 +181,37 @@ class DemandWalk:
         demand = analysis.demand
         demand.want_outputs(analysis.inside.outvars, wanted)
         absorbed: set[int] = set()  # The operations that regions compute.
+        chained: set[int] = set()  # Those of regions that are no activation functions.
         for index in reversed(range(len(analysis.ops))):
             op, ruling = analysis.ops[index], analysis.rulings[index]
             if op.is_residual_sum or ruling.half_sum:
                 demand.note_sum(op.equation.outvars[0], in_half=bool(ruling.half_sum))
             result = demand.of_results(op)
-            is_absorbed = _absorb(index, result, analysis, absorbed)
+            is_absorbed = _absorb(index, result, analysis, absorbed, chained)
             if ruling.category is not Category.CALL:
-                self._want_operands(op, ruling, result, is_absorbed, analysis)
+                kept: Sequence[Var] = op.variables
+                if is_absorbed:  # A residual sum within a chain continues the stream in front of it.
+                    in_chain = op.is_residual_sum and index in chained
+                    kept = analysis.found.made_outside(op, absorbed) if in_chain else ()
+                self._want_operands(op, ruling, result, kept, analysis)
             elif is_absorbed:  # A `jnp.where` within a softmax.
                 demand.read_numbers(op.variables)
             else:
                 self._want_operands_of_call(op, analysis)
 
     def _want_operands(
-        self, op: Op, ruling: Ruling, result: Wanted, is_absorbed: bool, analysis: Analysis
+        self, op: Op, ruling: Ruling, result: Wanted, kept: Sequence[Var], analysis: Analysis
     ) -> None:
-        """Notes how an operation, whose result is wanted as `result`, uses its operands."""
+        """Notes how an operation, whose result is wanted as `result`, uses its operands.
+
+        If the operation computes in float32, `kept` should not be rounded.
+        """
         demand = analysis.demand
         _note_use(op, demand)
         takes_half, gives_half = self._halves(op, ruling, analysis, result)
         demand.want(op.variables, _wants(op, ruling, takes_half, gives_half, result, self._rules.dtype))
-        if not is_absorbed and _reads_in_float32(op, ruling, takes_half, gives_half, demand):
-            demand.keep(op.variables, by_sum=op.is_residual_sum)
+        if _reads_in_float32(op, ruling, takes_half, gives_half, demand):
+            demand.keep(kept, by_sum=op.is_residual_sum)
 
     def _halves(self, op: Op, ruling: Ruling, analysis: Analysis, result: Wanted) -> tuple[bool, bool]:
         """Returns two flags: the operation takes half operands as a product; its result may be in half."""
@@ -252,15 +255,23 @@ def wanted_inside(inner: Inner, results: Sequence[Wanted]) -> tuple[Wanted, ...]
     )
 
 
-def _absorb(index: int, result: Wanted, analysis: Analysis, absorbed: set[int]) -> bool:
-    """Adds the operations of a region that ends here to `absorbed`. Returns whether a region computes this
-    one.
+def _absorb(index: int, wanted: Wanted, analysis: Analysis, absorbed: set[int], chained: set[int]) -> bool:
+    """Notes the region that ends with an operation, and adds its operations to `absorbed`.
+
+    Returns whether a region computes the operation, whose result is wanted as `wanted`.
     """
-    op = analysis.ops[index]
-    region = analysis.region_of(op, result)
+    if len(analysis.ops[index].equation.outvars) != 1:
+        return False
+    (out,) = analysis.ops[index].equation.outvars
+    if index in absorbed and analysis.readers.are_only(out, absorbed):
+        return True
+    region = analysis.found.ending(index, wanted, analysis.states, analysis.rulings)
     if region is None:
-        return index in absorbed and analysis.readers.are_only(op.equation.outvars[0], absorbed)
+        return False
+    analysis.regions[out] = region
     absorbed |= region.members
+    if region.is_chain:
+        chained |= region.members
     # If the sources were not in half, the backward pass would keep the float32 values inside each GELU: a
     # GPT-2 would read and write 7.8 % more bytes on an H100.
     analysis.demand.want(region.sources, Wanted.INDIRECTLY)

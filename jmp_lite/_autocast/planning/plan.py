@@ -92,9 +92,6 @@ class Recompute:
 
     region: Region
     equations: tuple[Equation, ...]  # The equations of the region, in order. The last one makes its result.
-    # Sums of a matmul's result and a bias among the sources of the region, which nothing else reads: how to
-    # run each in half. The backward pass computes them again too, so that XLA never writes them.
-    sums: dict[Var, tuple[Equation, Run]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,13 @@ class Region:
     # Of a softmax that ends with its division: what the exponentials are made of. Its derivative needs the
     # weights alone, and the matmul behind it keeps them in half in any case, so nothing else is kept.
     logits: Var | None = None
+    # Of an activation function or a gate: its inputs, which the region may compute itself (`regions`).
+    inputs: tuple[Var, ...] = ()
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it is neither an activation function nor a gate nor a softmax."""
+        return self.barrier is Barrier.NONE and not self.inputs
 
 
 def find_softmaxes(ops: Sequence[Op], readers: Readers) -> dict[Var, Region]:

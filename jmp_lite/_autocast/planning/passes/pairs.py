@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
-from ...._jaxpr.read import Equation, Var, is_literal
+from ...._jaxpr.read import Var, is_literal
 from ..plan import (
     Call,
     Decision,
@@ -138,9 +138,7 @@ def _read_in_float32(decision: Decision) -> Iterable[Var]:
         case Move(both=True):
             return invars[:1]
         case Recompute():
-            # The addends of a sum that the region computes itself, of which it takes the bias in float32.
-            sums = [_broadcast(*each) for each in action.sums.values()]
-            return (*action.region.sources, *action.region.extras, *itertools.chain(*sums))
+            return (*action.region.sources, *action.region.extras)
         case Call():
             return [invars[index] for index in set(itertools.chain(*map(_entering_in_float32, action.inner)))]
     return ()
@@ -151,10 +149,6 @@ def _entering_in_float32(inside: Inside) -> Iterable[int]:
     taken = zip(inside.inner.operands, inside.enter)
     in_float32 = [index for index, take in taken if take is Take.HOISTED or take in _IN_FLOAT32]
     return (*in_float32, *inside.reads)
-
-
-def _broadcast(equation: Equation, action: Run) -> list[Var]:
-    return [var for var, take in zip(equation.invars, action.operands) if take is Take.BROADCAST]
 
 
 def _moved(decision: Decision) -> list[tuple[Var, Var]]:
