@@ -72,7 +72,7 @@ def _linear_solve(
     # be lost, and no step skipped. Zero times inf is NaN.
     results = _call(interpreter, equation, action, operands)
     right = operands[-len(results) :]
-    return [Value(x.native + 0 * b.native) for x, b in zip(results, right, strict=True)]
+    return [Value(x.native + 0 * b.to(x.native.dtype)) for x, b in zip(results, right, strict=True)]
 
 
 def _saved_by_loop(primitive: Any, *operands: Any, **params: Any) -> bool:

@@ -46,21 +46,22 @@ def run(tmp_path):
             "tests/a_test.py",
             *options,
         ]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return done.stdout, done.stderr
 
     return run
 
 
 @pytest.mark.slow
 def test_what_fails_with_jit_fails_by_itself(run):
-    printed = run("--modes", "bf16")
-    assert "| bf16 | 6 | 5 | 0 | 1 |" in printed
-    assert "a_test.py" not in printed
+    table, failures = run("--modes", "bf16")
+    assert "| bf16 | 6 | 5 | 0 | 1 |" in table
+    assert "a_test.py" not in failures
 
 
 @pytest.mark.slow
 def test_what_fails_only_through_us_fails_by_us(run):
-    printed = run("--modes", "bf16", "fuse", "--tolerance", "0", "--keep", "2")
-    assert "| bf16 | 5 | 3 | 1 | 1 |" in printed
-    assert "| fuse | 5 | 4 | 0 | 1 |" in printed
-    assert "bf16: tests/a_test.py::test_a_matmul: AssertionError" in printed
+    table, failures = run("--modes", "bf16", "fuse", "--tolerance", "0", "--keep", "2")
+    assert "| bf16 | 5 | 3 | 1 | 1 |" in table
+    assert "| fuse | 5 | 4 | 0 | 1 |" in table
+    assert failures.startswith("bf16: tests/a_test.py::test_a_matmul: AssertionError")
