@@ -48,7 +48,7 @@ KINDS: dict[str, Change] = {
     ),
     "an added mask": lambda s, lengths, _: s + jnp.where(_padding(s, lengths), 0, MASKED),
     "a bias of heads": lambda s, _, bias: s + bias,
-    "a bias and a mask": lambda s, _, bias: jnp.where(_causal(s), s + bias, MASKED),
+    "a bias and a mask": lambda s, _, bias: jnp.where(_causal(s), s + bias, jnp.finfo(jnp.float32).min),
 }
 """What happens to scores; the lengths of the sequences and a bias of heads are arguments of the program."""
 

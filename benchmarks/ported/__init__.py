@@ -10,4 +10,6 @@ Read the files in this order:
 `worker`: one run of one program, in a process of its own.
 `page`: the table and the diffs of docs/ported-programs.md.
 `__main__`: the command.
+`suite`: the command that runs another package's tests through us, and counts those that fail only then.
+`through`: its pytest plugin.
 """

@@ -25,7 +25,7 @@ from .._jaxpr import (
 )
 from .facts import Facts, unknown
 from .find import find_attentions, may_hold_attention
-from .run import Implementation, refusing_second_derivatives, run_attention, why_not_fused
+from .run import Implementation, run_attention, why_not_fused
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,8 +85,7 @@ def fuse_attention(
     def fused_fun(*args: P.args, **kwargs: P.kwargs) -> R:
         call = trace(fun, args, kwargs, False)
         values = [*constants(call.jaxpr), *call.arrays]
-        with refusing_second_derivatives():
-            return call.outputs(_run(Facts(call.jaxpr, unknown), values, half, implementation))
+        return call.outputs(_run(Facts(call.jaxpr, unknown), values, half, implementation))
 
     return fused_fun
 

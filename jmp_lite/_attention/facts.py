@@ -1,5 +1,6 @@
 """What is known of the variables: each is a linear function of the scores, `slope * scores + b`."""
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -27,8 +28,7 @@ from .._jaxpr import (
     traits_of,
 )
 
-# A position with a score of this or less has no weight: `exp` of it is zero in float32, unless all scores of
-# a row are that low.
+# A key has no weight if its score is this much less than that of another one: `exp` of it is zero in float32.
 MASKED = -1e4
 
 _LARGEST = 2**26  # The size of the largest mask that is computed while tracing: 8192 queries and keys.
@@ -51,7 +51,7 @@ class Fact:
     scores: Var | None = None  # The product; None for a variable that does not depend on one.
     slope: float = 0.0
     axes: Labels = ()  # For each axis, that of the scores; None for a new axis of size 1.
-    replaced: bool = False  # Whether numbers of at most `MASKED` stand in place of some scores.
+    fill: float | None = None  # The largest number that stands in place of some scores.
     added: bool = False  # Whether something has been added to the scores.
 
 
@@ -62,7 +62,14 @@ class Facts:
         """Takes a jaxpr and the facts of its inputs. `is_called` holds inside an operation on scores."""
         self.jaxpr, self.equations = jaxpr, equations(jaxpr)
         self.made_by = {out: index for index, each in enumerate(self.equations) for out in each.outvars}
+        self.makers = {out: self.equations[index] for out, index in self.made_by.items()}
         self.on_scores: set[int] = set()  # The indexes of the operations on scores that were found.
+        # For each variable the indexes of the operations that read it, and -1 for a result of the jaxpr.
+        self.readers: dict[Var, set[int]] = collections.defaultdict(set)
+        for index, each in ((-1, open_jaxpr(jaxpr)), *enumerate(self.equations)):
+            for var in each.outvars if index < 0 else each.invars:
+                if not is_literal(var):
+                    self.readers[var].add(index)
         self._given, self._is_called = given, is_called
         self._constants = dict(zip(open_jaxpr(jaxpr).constvars, constants(jaxpr)))
         self._facts: dict[Var, Fact] = {}
@@ -199,29 +206,19 @@ def _base(equation: Equation, bases: Sequence[Any]) -> Any:
 def _of_scores(equation: Equation, place: int, fact: Fact, others: Sequence[Fact]) -> Fact:
     """Returns the fact of an operation on scores, which are its operand `place`, but for the base."""
     name = equation.primitive.name
-    if name == "add" or (name, place) == ("sub", 0):
-        return dataclasses.replace(fact, added=True)
     if name == "convert_element_type" and equation.outvars[0].aval.dtype == jnp.float32:
         return fact
-    # A factor behind a mask may bring the numbers of the mask back into the range of scores.
-    if (name == "mul" or (name, place) == ("div", 0)) and not fact.replaced:
-        factor = _number(others[0])
+    # Behind a mask they may bring its numbers back into the range of scores.
+    if (name == "add" or (name, place) == ("sub", 0)) and fact.fill is None:
+        return dataclasses.replace(fact, added=True)
+    if (name == "mul" or (name, place) == ("div", 0)) and fact.fill is None:
+        # A learned temperature is not a number: cuDNN takes the scale while it compiles.
+        if others[0].base is None or others[0].base.size != 1:
+            raise NotFused("the factor of the scores is not a number")
+        factor = others[0].base.item()
         return dataclasses.replace(fact, slope=fact.slope * factor if name == "mul" else fact.slope / factor)
     # The predicate comes first; then the case for false and that for true.
     if name == "select_n" and place and len(others) == 2:
-        _check_fills(others[1])
-        return dataclasses.replace(fact, replaced=True)
+        fills = [fact.fill, math.inf if others[1].base is None else float(others[1].base.max())]
+        return dataclasses.replace(fact, fill=max(each for each in fills if each is not None))
     raise NotFused(f"the scores pass through {name}")
-
-
-def _number(factor: Fact) -> float:
-    # A learned temperature is not a number: cuDNN takes the scale while it compiles.
-    if factor.base is None or factor.base.size != 1:
-        raise NotFused("the factor of the scores is not a number")
-    return factor.base.item()
-
-
-def _check_fills(fills: Fact) -> None:
-    """Raises `NotFused` if what replaces scores does not certainly mask them."""
-    if fills.base is None or fills.base.max() > MASKED:
-        raise NotFused(f"a mask replaces scores by numbers that may be above {MASKED:g}")

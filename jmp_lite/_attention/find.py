@@ -1,7 +1,6 @@
 """Finds attentions in a jaxpr: a product of queries and keys, its softmax, and the product with values."""
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
@@ -19,16 +18,22 @@ from .._jaxpr import (
     is_float32,
     is_literal,
     is_of_gradient,
+    is_recomputed,
     is_transposed,
     labels_of_operands,
     moved_axes,
-    open_jaxpr,
+    moved_from,
     precisions,
     scope_of,
+    softmax_input,
 )
 from .facts import MASKED, Fact, Facts, NotFused
 
+# What replaces scores that have a bias is certainly lower than the bias.
+_BELOW_BIASES = -1e30
+
 DIFFERENTIATED = "its derivative is already taken: put jmp.fuse_attention inside of jax.grad"
+_EXPONENTIALS = {"exp", "exp2"}
 FEATURES = "features"
 """The label of the features. All other labels are axes of the scores."""
 
@@ -49,63 +54,92 @@ class Attention:
     groups: tuple[Labels, ...] = ()  # The axes of the batch, key heads, groups of heads, queries and keys.
     sizes: Mapping[Any, int] = dataclasses.field(default_factory=dict)
     scale: float = 1.0
-    kind: str = ""  # "none", "causal", "mask" or "bias".
+    kind: str = ""  # "none", "causal" or "bias", which a mask is too.
     bias: Labels = ()  # The axes of the input of the softmax,
     given_along: frozenset[Any] = frozenset()  # and those along which the mask or bias is given.
-    may_be_empty: bool = False  # Whether numbers may have replaced all scores of a query.
 
 
 def find_attentions(facts: Facts) -> dict[int, Attention]:
     """Returns the softmaxes between two products in a jaxpr, by the index of the second product."""
-    outputs = (var for var in open_jaxpr(facts.jaxpr).outvars if not is_literal(var))
-    readers: dict[Var, set[int]] = {var: {-1} for var in outputs}  # -1 for the caller, who reads the outputs.
-    for index, equation in enumerate(facts.equations):
-        for var in equation.invars:
-            if not is_literal(var):
-                readers.setdefault(var, set()).add(index)
     found: dict[int, Attention] = {}
+    behind_product: set[Var] = set()
     for index, equation in enumerate(facts.equations):
-        is_product = equation.primitive.name == "dot_general" and not is_transposed(equation)
-        # The weights may be either operand, as in an `einsum` that names them second.
-        for side in (0, 1) if is_product else ():
+        is_behind = not behind_product.isdisjoint(_variables(equation))
+        behind_product.update(equation.outvars if is_behind or _is_product(equation) else ())
+        if is_behind and _is_softmax(facts, index) and (place := _second_product(facts, index)) is not None:
             try:
-                attention = _find(index, side, facts, readers)
+                found[place[0]] = _find(*place, facts)
             except NotFused as reason:
-                attention = Attention((equation,), side, why_not=str(reason))
-            if attention is not None:
-                found[index] = attention
+                product = facts.equations[place[0]]
+                found.setdefault(place[0], Attention((product,), place[1], why_not=str(reason)))
     return found
 
 
 def may_hold_attention(equation: Equation) -> bool:
     """Whether an operation runs jaxprs that may hold attentions which are not fused yet."""
-    if equation.primitive.name not in CALLS:
-        return False
     if any(name in scope_of(equation) for name in (FULL_PRECISION_SCOPE, FUSED_SCOPE)):
         return False
-    # The operations of a softmax: without one of them, the facts of the jaxprs need not be asked.
-    inside = (each for inner in inner_jaxprs(equation) for each in all_equations(inner.jaxpr))
-    return {"dot_general", "exp", "div"} <= {each.primitive.name for each in inside}
+    return "dot_general" in (inside := _names_inside(equation)) and _is_exponential_sum(inside)
 
 
-def _find(index: int, side: int, facts: Facts, readers: Mapping[Var, set[int]]) -> Attention | None:
+def _names_inside(equation: Equation) -> set[str]:
+    """Returns the names of the operations that an equation runs in jaxprs of its own."""
+    inners = inner_jaxprs(equation) if equation.primitive.name in CALLS else ()
+    return {each.primitive.name for inner in inners for each in all_equations(inner.jaxpr)}
+
+
+def _is_product(equation: Equation) -> bool:
+    return equation.primitive.name == "dot_general" or "dot_general" in _names_inside(equation)
+
+
+def _is_exponential_sum(names: Collection[str]) -> bool:
+    return "reduce_sum" in names and not _EXPONENTIALS.isdisjoint(names)
+
+
+def _is_softmax(facts: Facts, index: int) -> bool:
+    """Whether an operation makes exponentials, perhaps inside of it, that are summed over some axes."""
+    equation = facts.equations[index]
+    if is_recomputed(equation):  # By a backward pass.
+        return False
+    if equation.primitive.name not in _EXPONENTIALS:
+        inside = _names_inside(equation)
+        return _is_exponential_sum(inside) and "dot_general" not in inside
+    open_vars = [equation.outvars[0]]
+    while open_vars:  # The exponentials may be masked, moved or cast in between.
+        var = open_vars.pop()
+        for each in (facts.equations[number] for number in facts.readers[var] if number >= 0):
+            if each.primitive.name == "reduce_sum":
+                return len(each.params["axes"]) < var.aval.ndim
+            if each.primitive.name in ("select_n", "jit", "convert_element_type") or moved_axes(each):
+                open_vars.extend(each.outvars)
+    return False
+
+
+def _second_product(facts: Facts, index: int) -> tuple[int, int] | None:
+    """Returns the first product that depends on an operation, and by which operand."""
+    dependent = set(facts.equations[index].outvars)
+    for number, equation in enumerate(facts.equations[index + 1 :], index + 1):
+        sides = [n for n, var in enumerate(equation.invars) if not is_literal(var) and var in dependent]
+        if sides and _is_product(equation):
+            is_forward = equation.primitive.name == "dot_general" and not is_transposed(equation)
+            return (number, sides[0]) if is_forward else None
+        dependent.update(equation.outvars if sides else ())
+    return None
+
+
+def _find(index: int, side: int, facts: Facts) -> Attention:
     """Returns the attention whose second product has the weights as its operand `side`."""
     # Backwards: from the second product through moves to a division, the softmax, and its input.
     product = facts.equations[index]
-    _, weight_axes, division = _back(facts, product.invars[side])
-    if division is None:
-        return None
-    inputs = _input_of_softmax(facts, division)
-    if inputs is None:
-        # Such as a dropout, which is a division and a selection.
-        if _is_behind_softmax(facts, division, 3):
-            name = division.params.get("name", division.primitive.name)
-            raise NotFused(f"its weights pass through {name}")
-        return None
     if FULL_PRECISION_SCOPE in scope_of(product):
         raise NotFused("inside full_precision")
     if is_of_gradient(product):
         raise NotFused(DIFFERENTIATED)
+    _check_product(product)
+    _, weight_axes, division = moved_from(product.invars[side], facts.makers)
+    inputs = None if division is None else softmax_input(division, facts.makers)
+    if division is None or inputs is None:
+        raise NotFused(_why_no_softmax(facts, division))
     # Then forwards: what stands between the scores and the weights, and whether anything else reads it.
     fact = facts.of(inputs)
     if fact.scores is None:
@@ -113,27 +147,29 @@ def _find(index: int, side: int, facts: Facts, readers: Mapping[Var, set[int]]) 
     first = facts.made_by[fact.scores]
     between, dependent = _between(facts, fact.scores, index)
     chain = [number for number in between if number in facts.on_scores and number <= facts.made_by[inputs]]
-    _check_readers(facts, (first, *chain), {*between, index}, dependent, readers)
+    _check_readers(facts, (first, *chain), {*between, index}, dependent)
     ours = [facts.equations[number] for number in (first, *between, index)]
-    _check_products(ours[0], ours[-1])
+    _check_product(ours[0])
     weights = tuple(None if axis is None else fact.axes[axis] for axis in weight_axes)
     return Attention(
         tuple(ours),
         side,
         frozenset({first, *between}),
-        _read(ours, dependent),
+        tuple(dict.fromkeys(var for each in ours for var in _variables(each) if var not in dependent)),
         to_softmax=tuple(facts.equations[number] for number in chain),
         **_axes(ours[0], ours[-1], side, weights, fact),
     )
 
 
+def _why_no_softmax(facts: Facts, end: Equation | None) -> str:
+    makers = [end, *(facts.makers.get(var) for var in _variables(end))] if end else []
+    if end is None or any(each.primitive.name in _EXPONENTIALS for each in makers if each):
+        return "its softmax is not written as exp(x) / sum(exp(x)) over the last axis"
+    return f"its weights pass through {end.params.get('name', end.primitive.name)}"
+
+
 def _variables(equation: Equation) -> list[Var]:
     return [var for var in equation.invars if not is_literal(var)]
-
-
-def _read(ours: Sequence[Equation], computed: Set[Var]) -> tuple[Var, ...]:
-    read = dict.fromkeys(var for each in ours for var in _variables(each))
-    return tuple(var for var in read if var not in computed)
 
 
 def _between(facts: Facts, scores: Var, end: int) -> tuple[list[int], set[Var]]:
@@ -146,89 +182,21 @@ def _between(facts: Facts, scores: Var, end: int) -> tuple[list[int], set[Var]]:
     return between, dependent
 
 
-def _check_readers(
-    facts: Facts,
-    chain: Collection[int],
-    readers: Collection[int],
-    dependent: Collection[Var],
-    read_by: Mapping[Var, set[int]],
-) -> None:
-    """Raises `NotFused` unless `readers` alone read what depends on the scores, and `chain` only its own."""
+def _check_readers(facts: Facts, chain: Collection[int], ours: Set[int], dependent: Set[Var]) -> None:
+    """Raises `NotFused` unless `ours` alone read what depends on the scores, and `chain` only its own."""
     mixed = (var for number in chain for var in _variables(facts.equations[number]) if var in dependent)
     is_mixed = any(facts.made_by[var] not in chain for var in mixed)
-    if is_mixed or any(not read_by.get(var, set()) <= set(readers) for var in dependent):
+    has_effects = any(facts.equations[number].effects for number in ours)  # Such as `jax.debug.print`.
+    if is_mixed or has_effects or any(not facts.readers[var] <= ours for var in dependent):
         raise NotFused("another operation reads its scores or weights")
 
 
-def _check_products(first: Equation, second: Equation) -> None:
-    """Raises `NotFused` if the program computes one of the products in half, or in a precision of its own."""
-    if not all(is_float32(var) for each in (first, second) for var in (*each.invars, *each.outvars)):
+def _check_product(product: Equation) -> None:
+    """Raises `NotFused` if the program computes a product in half, or in a precision of its own."""
+    if not all(map(is_float32, (*product.invars, *product.outvars))):
         raise NotFused("the program does not compute it in float32")
-    if precisions(first) | precisions(second):
+    if precisions(product):
         raise NotFused("the program asks for a precision of its matmuls")
-
-
-def _back(facts: Facts, var: Var, through_stops: bool = False) -> tuple[Var, Labels, Equation | None]:
-    """Follows a variable back through moves.
-
-    Returns what was moved, for each axis of `var` that of what was moved, and the equation that made it.
-    """
-    # An axis of size 1 is none: moves drop and add such axes at will.
-    shape = getattr(var.aval, "shape", ())
-    axes: Labels = tuple(None if size == 1 else axis for axis, size in enumerate(shape))
-    while not is_literal(var) and var in facts.made_by:
-        equation = facts.equations[facts.made_by[var]]
-        moved = moved_axes(equation)
-        if moved is None or (equation.primitive.name == "stop_gradient" and not through_stops):
-            return var, axes, equation
-        var, axes = equation.invars[0], tuple(None if axis is None else moved[axis] for axis in axes)
-    return var, axes, None
-
-
-def _input_of_softmax(facts: Facts, division: Equation) -> Var | None:
-    """Returns the input of the softmax over the last axis that a division computes; None if it is none."""
-    exponential = _exponential(facts, division)
-    if exponential is None:
-        return None
-    inputs, last = exponential.invars[0], division.outvars[0].aval.ndim - 1
-    var, _, shift = _back(facts, inputs)
-    if shift is None or shift.primitive.name != "sub" or var is not inputs:
-        return inputs
-    # A softmax stays the same if all numbers of a row are shifted by one number.
-    shifted, shifts = shift.invars
-    _, axes, _ = _back(facts, shifts, through_stops=True)
-    is_shift = shifted.aval.shape == shift.outvars[0].aval.shape and (last >= len(axes) or axes[last] is None)
-    return shifted if is_shift else inputs
-
-
-def _exponential(facts: Facts, division: Equation) -> Equation | None:
-    """Returns the `exp` that a division divides by its sums over the last axis; None if it is none."""
-    # The exponentials themselves are summed and divided. The sums may be moved in between.
-    if division.primitive.name != "div":
-        return None
-    exponentials, rows = division.invars
-    last = division.outvars[0].aval.ndim - 1
-    _, axes, total = _back(facts, rows)
-    var, _, exponential = _back(facts, exponentials)
-    if total is None or exponential is None or var is not exponentials:
-        return None
-    names = total.primitive.name, exponential.primitive.name
-    if names != ("reduce_sum", "exp") or total.invars[0] is not exponentials:
-        return None
-    is_of_rows = all(axis is None or axis == place for place, axis in enumerate(axes)) and axes[last] is None
-    return exponential if tuple(total.params["axes"]) == (last,) and is_of_rows else None
-
-
-def _is_behind_softmax(facts: Facts, equation: Equation, most: int) -> bool:
-    """Whether at most `most` operations, none of them a product, stand between a softmax and an operation."""
-    if equation.primitive.name == "dot_general" or not most:
-        return False
-    before = (_back(facts, var)[2] for var in equation.invars)
-    return any(
-        _input_of_softmax(facts, each) is not None or _is_behind_softmax(facts, each, most - 1)
-        for each in before
-        if each is not None
-    )
 
 
 def _axes(first: Equation, product: Equation, side: int, weights: Labels, fact: Fact) -> dict[str, Any]:
@@ -247,9 +215,11 @@ def _axes(first: Equation, product: Equation, side: int, weights: Labels, fact: 
         (product.invars[1 - side], of_values),
     )
     groups = _groups(scores, both[1 - key], both[key])
-    _check_values(both[key], of_values, {*groups[0], *groups[1], keys, FEATURES})
+    axes = {*groups[0], *groups[1], keys, FEATURES}
+    if not {*both[key]} - {None} == {*of_values} - {None} == axes:
+        raise NotFused("its values have other axes than its keys")
     features = {var.aval.shape[labels.index(FEATURES)] for var, labels in operands}
-    if len(features) != 1:
+    if len(features) != 1 or of_values.count(FEATURES) != 1:
         raise NotFused("its values have other features than its keys")
     return {
         "operands": operands,
@@ -257,10 +227,9 @@ def _axes(first: Equation, product: Equation, side: int, weights: Labels, fact: 
         "groups": groups,
         "sizes": sizes | {FEATURES: features.pop()},
         "scale": fact.slope,
-        "kind": _kind(fact, math.prod(sizes[label] for label in (*groups[3], keys))),
+        "kind": _kind(fact, scores, groups),
         "bias": scores,
         "given_along": _given_along(fact, scores, groups),
-        "may_be_empty": fact.replaced and not _has_keys(fact),
     }
 
 
@@ -276,14 +245,6 @@ def _groups(scores: Labels, of_queries: Labels, of_keys: Labels) -> tuple[Labels
     is_batch = len(shared) == 1 and (not rows or of_queries.index(shared[0]) < of_queries.index(rows[-1]))
     split = len(shared) if is_batch else len(shared) - 1
     return tuple(map(tuple, (shared[:split], shared[split:], rows[:-1], rows[-1:], [keys])))
-
-
-def _check_values(of_keys: Labels, of_values: Labels, axes: Collection[Any]) -> None:
-    """Raises `NotFused` unless keys and values have the given axes."""
-    if not {*of_keys} - {None} == {*of_values} - {None} == set(axes):
-        raise NotFused("its values have other axes than its keys")
-    if of_values.count(FEATURES) != 1:
-        raise NotFused("its values have other features than its keys")
 
 
 def _given_along(fact: Fact, scores: Labels, groups: Sequence[Labels]) -> frozenset[Any]:
@@ -308,22 +269,30 @@ def _labels_of_values(product: Equation, side: int, weights: Labels, keys: Any) 
     return output, labels_of_operands(product, output, keys)[1 - side]
 
 
-def _kind(fact: Fact, positions: int) -> str:
+def _check_fill(fact: Fact, fill: float) -> None:
+    """Raises `NotFused` if a score that is replaced may have a weight beside one that is not."""
+    if fill > MASKED:
+        raise NotFused(f"a mask replaces scores by numbers that may be above {MASKED:g}")
+    if fact.added and fact.base is None and fill > _BELOW_BIASES:
+        raise NotFused(f"a mask replaces scores that have a bias by numbers above {_BELOW_BIASES:g}")
+    if fact.added and fact.base is not None and (fact.base.max(axis=-1) < fill / 2).any():
+        raise NotFused("a mask replaces scores by numbers like those of its bias")
+
+
+def _kind(fact: Fact, scores: Labels, groups: Sequence[Labels]) -> str:
     """Returns how an attention masks its scores."""
+    if fact.fill is not None:
+        _check_fill(fact, fact.fill)
     # Known only when the program runs, such as the mask of a padded batch.
     if fact.base is None:
-        return "bias" if fact.added else "mask"
+        return "bias"
     if (fact.base == 0).all():
         return "none"
-    # What is added to a whole row keeps the differences between its scores, so it is a bias and no mask.
-    is_mask = ((fact.base == 0) | (fact.base <= MASKED)).all() and (not fact.added or _has_keys(fact))
-    if not is_mask or fact.base.size != positions:
-        return "mask" if is_mask else "bias"
-    # cuDNN makes a causal mask itself.
-    mask = np.squeeze(fact.base == 0)
-    return "causal" if mask.ndim == 2 and np.array_equal(mask, np.tri(*mask.shape, dtype=bool)) else "mask"
-
-
-def _has_keys(fact: Fact) -> bool:
-    """Whether each query certainly has a key that is not masked."""
-    return fact.base is not None and bool((fact.base == 0).any(axis=-1).all())
+    # cuDNN makes a causal mask itself. Such a mask varies along the positions of queries and keys alone.
+    varying = [label for label, size in zip(scores, fact.base.shape) if size != 1]
+    if len(varying) == 2 and set(varying) == {*groups[3], *groups[4]}:
+        mask = np.squeeze(fact.base)  # The keys are the last axis of the input of a softmax.
+        triangle = np.tri(*mask.shape, dtype=bool)
+        if np.array_equal(mask == 0, triangle) and (mask[~triangle] <= MASKED).all():
+            return "causal"
+    return "bias"

@@ -1,9 +1,8 @@
 """Runs an attention by `jax.nn.dot_product_attention`, on half operands."""
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -12,8 +11,12 @@ import numpy as np
 from jax import lax
 
 from .._jaxpr import FUSED_SCOPE, Array, Equation, Labels, Var, bind, context_of, is_literal
-from .facts import MASKED
 from .find import FEATURES, Attention
+
+# The numbers that JAX adds to masked scores for cuDNN
+# (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/cudnn/fused_attention_stablehlo.py#L83).
+_LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+_EQUALIZING = -(2.0**16)
 
 Implementation: TypeAlias = Literal["cudnn", "xla"]
 """Whose attention runs."""
@@ -57,18 +60,30 @@ def why_not_fused(attention: Attention, half: np.dtype, kind: Implementation) ->
     return ""
 
 
-@contextlib.contextmanager
-def refusing_second_derivatives() -> Iterator[None]:
-    """Explains JAX's error about the derivative of cuDNN's attention."""
-    try:
-        yield
-    except NotImplementedError as error:  # The primitive of its backward pass has no derivative in JAX.
-        if "dot_product_attention" not in str(error):
-            raise
-        raise TypeError(
-            "fuse_attention: cuDNN's attention has no second derivative. For jax.hessian or a gradient of "
-            f"gradients leave fuse_attention out. JAX says: {error}"
-        ) from error
+@jax.custom_jvp
+def _without_derivative(operands: tuple[Array, ...]) -> tuple[Array, ...]:
+    return operands
+
+
+@_without_derivative.defjvp
+def _refuse(*_: Any) -> Any:
+    raise TypeError(
+        "fuse_attention: cuDNN's attention has no second derivative. For jax.hessian or a gradient of "
+        "gradients leave fuse_attention out."
+    )
+
+
+@jax.custom_vjp
+def _differentiable_once(operands: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Returns the operands. With it no attention has a `jax.jvp` or a second derivative, also XLA's."""
+    return operands
+
+
+# A second derivative is one of the forward pass.
+_differentiable_once.defvjp(
+    lambda operands: (_without_derivative(operands), None),
+    lambda _, cotangents: (cotangents,),
+)
 
 
 def _evaluate(eqns: Sequence[Equation], known: Mapping[Var, Array]) -> Array:
@@ -90,22 +105,19 @@ def _fused(attention: Attention, half: np.dtype, kind: Implementation, *operands
         _arrange(known[var].astype(half), labels, order, sizes)
         for (var, labels), order in zip(attention.operands, (of_queries, of_keys, of_keys))
     )
-    options: dict[str, Any] = {"is_causal": True} if attention.kind == "causal" else {}
-    if attention.kind in ("mask", "bias"):
-        # Of the axes along which it is not given, the mask has size 1: cuDNN broadcasts it.
+    halves = (q, k, v)
+    if attention.kind == "bias":
+        # Of the axes along which it is not given, the bias has size 1: cuDNN broadcasts it.
         own = {label: size if label in attention.given_along else 1 for label, size in sizes.items()}
         place = lambda x: _arrange(x, attention.bias, (batch, (*heads, *groups), rows, keys), own)
         bias, is_kept = map(place, _bias(attention, known))
-        if attention.kind == "mask":
-            options["mask"] = bias > MASKED
-        else:  # What is added keeps the differences in a row that is masked as a whole. A mask does not.
-            options["bias"] = jnp.maximum(bias, float(jnp.finfo(half).min)).astype(half)
-        # cuDNN adds masks to scores
-        # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/cudnn/fused_attention_stablehlo.py#L1826).
-        # Where numbers replace all scores of a query in the program, a query of zeros has its weights.
-        if attention.may_be_empty:
-            q = jnp.where(is_kept.any(-1).swapaxes(1, 2)[..., None], q, jnp.zeros((), half))
-    out = jax.nn.dot_product_attention(q, k, v, scale=attention.scale, implementation=kind, **options)
+        is_empty = ~is_kept.any(-1, keepdims=True)
+        # cuDNN adds masks to scores. Where numbers replace all scores of a query in the program, a query of
+        # zeros has its weights.
+        q = jnp.where(is_empty.swapaxes(1, 2), jnp.zeros((), half), q)
+        halves = (q, k, v, _shifted(bias, is_empty, half))
+    options = {"scale": attention.scale, "is_causal": attention.kind == "causal", "implementation": kind}
+    out = jax.nn.dot_product_attention(*_differentiable_once(halves), **options)
     # Back to the order of the program's own result.
     flat = (*batch, *rows, *heads, *groups, FEATURES)
     out = out.reshape([sizes[label] for label in flat])
@@ -126,6 +138,18 @@ def _bias(attention: Attention, known: Mapping[Var, Array]) -> tuple[Array, Arra
     # What replaces scores does not depend on them: its derivative is zero there.
     bias, slope = jax.jvp(last, [zeros], [jnp.ones_like(zeros)])
     return bias[index], slope[index] != 0
+
+
+def _shifted(bias: Array, is_empty: Array, half: np.dtype) -> Array:
+    """Returns a bias in half, less the largest one of each row, which a softmax does not see."""
+    # A key with a weight lies below it by no more than scores differ, so half loses no more of the bias than
+    # autocast loses of the scores.
+    least = _LEAST[half.name]
+    largest = jnp.maximum(bias.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    # Added to all scores of a query, so low a number makes them equal in float32, as in the program.
+    rest = jnp.where((largest > _EQUALIZING) | is_empty, 0, jnp.maximum(largest, least / 2))
+    # With the derivative of `largest` the gradients of a row, each of them rounded to half, sum to zero.
+    return jnp.maximum(bias - largest + lax.stop_gradient(rest), least).astype(half)
 
 
 def _arrange(x: Array, labels: Labels, groups: Sequence[Labels], sizes: Mapping[Any, int]) -> Array:

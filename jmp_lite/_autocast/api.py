@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from .._attention.run import refusing_second_derivatives
 from .._dtypes import DTypeLike
 from .._float8.action import warn_without_float8
 from .._jaxpr import arguments
@@ -211,8 +210,7 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
         option = _option_without_forward_mode(settings, plan)
         # JAX takes the derivative while the plan runs, so its errors about derivatives come out here.
         try:
-            with refusing_second_derivatives():
-                return traced.outputs(run(planner, plan, traced.arrays))
+            return traced.outputs(run(planner, plan, traced.arrays))
         except TypeError as error:  # JAX: "can't apply forward-mode differentiation (jvp) to a ..."
             if "forward-mode" not in str(error) or not option:
                 raise

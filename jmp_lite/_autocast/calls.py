@@ -73,7 +73,9 @@ def _linear_solve(
     results = _call(interpreter, equation, action, operands)
     right = [operands[index] for index in right_sides(equation)]
     solution, auxiliary = results[: len(right)], results[len(right) :]
-    return [Value(x.native + 0 * b.native) for x, b in zip(solution, right, strict=True)] + auxiliary
+    return [
+        Value(x.native + 0 * b.to(x.native.dtype)) for x, b in zip(solution, right, strict=True)
+    ] + auxiliary
 
 
 def _saved_by_loop(primitive: Any, *operands: Any, **params: Any) -> bool:

@@ -2,11 +2,12 @@
 
 autocast, the tap of the diagnostics and the products of the Flax layers stand on it. In the order in
 which to read it: `primitives` (the table of operations, one row each), `read` (how to read an equation),
-`precision` (the precisions of products), `axes` (the axes of moves and products), `inner` (the jaxprs
-inside an equation), `forward` (how to follow facts about values through a jaxpr), `bind` (how to repeat an
-equation), `arguments` (how a call of a user's function becomes a jaxpr), `replay` (how a jaxpr runs again,
-with an action for each equation), `calls` (operations that run jaxprs, such as loops), `products` (products
-whose gradients have dtypes of their own), `picks` (lookups whose gradients need no scatter).
+`precision` (the precisions of products), `axes` (the axes of moves and products), `softmax` (how a softmax
+is written), `inner` (the jaxprs inside an equation), `forward` (how to follow facts about values through a
+jaxpr), `bind` (how to repeat an equation), `arguments` (how a call of a user's function becomes a jaxpr),
+`replay` (how a jaxpr runs again, with an action for each equation), `calls` (operations that run jaxprs,
+such as loops), `products` (products whose gradients have dtypes of their own), `picks` (lookups whose
+gradients need no scatter).
 
 autocast takes what it needs from these files. All other rooms take the names below, and no others.
 """
@@ -70,3 +71,5 @@ from .read import users_stacklevel as users_stacklevel
 from .read import with_equations as with_equations
 from .read import without_constants as without_constants
 from .replay import replay as replay
+from .softmax import moved_from as moved_from
+from .softmax import softmax_input as softmax_input

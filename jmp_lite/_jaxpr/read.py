@@ -6,11 +6,12 @@ them:
 
 - `equation.ctx.manager`, the settings under which an equation was traced;
 - `source_info.traceback.frames`, the lines that led to an equation;
+- `var.aval.inner_aval`, which only a mutable array has;
 - `primitive.get_bind_params`, which turns the parameters of an equation into those of `bind`;
 - the names that JAX itself writes into a name stack: `jvp(`, `transpose(` and `rematted_computation`;
 - the names of the parameters of the operations that run jaxprs.
 
-Only this file reads the first four. `inner` and `calls` know the parameters of each operation that runs
+Only this file reads the first five. `inner` and `calls` know the parameters of each operation that runs
 jaxprs, and other files read single ones, such as the `jaxpr` of a `jit`. Other parameters, such as
 `dimension_numbers`, are those of the functions in `jax.lax`, which documents them. tests/jaxpr/test_read.py
 has a test for each field and each parameter: these tests fail first when a new JAX changes one.
@@ -95,6 +96,11 @@ def is_float32(var: Var) -> bool:
     """Whether a variable or literal of a jaxpr holds float32, the one dtype that autocast changes."""
     # The tokens of effects have no dtype.
     return getattr(var.aval, "dtype", None) == _FLOAT32
+
+
+def is_reference(var: Var) -> bool:
+    """Whether a variable is a mutable array, as `jax.new_ref` makes them."""
+    return hasattr(var.aval, "inner_aval")
 
 
 def is_floating(var: Var) -> bool:

@@ -19,7 +19,7 @@ from tests.support.arrays import normal
 BATCH, LENGTH, HEADS, FEATURES = 2, 16, 4, 8
 CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
 SCALE = FEATURES**-0.5
-BIG = -1e9
+BIG, LEAST = -1e9, float(np.finfo(np.float32).min)
 
 scores_of = functools.partial(jnp.einsum, "bqhd,bkhd->bhqk")
 mix = functools.partial(jnp.einsum, "bhqk,bkhd->bqhd")
@@ -191,28 +191,22 @@ _masked(
         lax.broadcasted_iota(int, s.shape, 2) >= lax.broadcasted_iota(int, s.shape, 3), s, BIG
     ),
 )
-_masked("a window", "mask", lambda s: jnp.where((COLUMNS <= ROWS) & (COLUMNS > ROWS - 5), s, BIG))
-_masked("an added window", "mask", lambda s: s + jnp.where(abs(COLUMNS - ROWS) < 5, 0, BIG))
-_masked("a prefix", "mask", lambda s: jnp.where((COLUMNS <= ROWS) | (COLUMNS < 4), s, BIG))
-_masked("padding", "mask", lambda s, m: jnp.where(m[:, None, None] > 0, s, BIG), (*qkv(), jnp.int32(PADDING)))
+_masked("a window", "bias", lambda s: jnp.where((COLUMNS <= ROWS) & (COLUMNS > ROWS - 5), s, BIG))
+_masked("an added window", "bias", lambda s: s + jnp.where(abs(COLUMNS - ROWS) < 5, 0, BIG))
+_masked("a prefix", "bias", lambda s: jnp.where((COLUMNS <= ROWS) | (COLUMNS < 4), s, BIG))
+_masked("padding", "bias", lambda s, m: jnp.where(m[:, None, None] > 0, s, BIG), (*qkv(), jnp.int32(PADDING)))
 _masked(
     "added padding", "bias", lambda s, m: s + (1 - m[:, None, None]) * BIG, (*qkv(), jnp.float32(PADDING))
 )
 _masked(
     "causal and padding",
-    "mask",
+    "bias",
     lambda s, m: jnp.where(CAUSAL & (m[:, None, None] > 0), s, BIG),
     (*qkv(), jnp.int32(PADDING)),
 )
 _masked(
-    "causal, then padding",
-    "bias",
-    lambda s, m: jnp.where(CAUSAL, s, BIG) + (1 - m[:, None, None]) * BIG,
-    (*qkv(), jnp.float32(PADDING)),
-)
-_masked(
     "segments",
-    "mask",
+    "bias",
     lambda s, m: jnp.where((m[:, :, None] == m[:, None, :])[:, None], s, BIG),
     (*qkv(), jnp.int32(SEGMENTS)),
 )
@@ -234,13 +228,13 @@ _masked(
 _masked(
     "T5 and a mask",
     "bias",
-    lambda s, b: jnp.where(CAUSAL, s + b[jnp.minimum(abs(ROWS - COLUMNS), 7)].transpose(2, 0, 1), BIG),
+    lambda s, b: jnp.where(CAUSAL, s + b[jnp.minimum(abs(ROWS - COLUMNS), 7)].transpose(2, 0, 1), LEAST),
     (*qkv(), normal(3, 8, 4)),
 )
 # Rows that are masked as a whole.
 _masked(
     "an empty row",
-    "mask",
+    "bias",
     lambda s, m: jnp.where(m[:, None], s, BIG),
     (*qkv(), jnp.bool_([[COLUMNS > 3] * 8 + [COLUMNS > 99] * 8] * 2)),
 )
@@ -259,16 +253,16 @@ _case("jax.nn, causal", "causal")(lambda q, k, v: jax.nn.dot_product_attention(q
 _case("jax.nn, grouped", "causal", GROUPED)(
     lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
 )
-_case("jax.nn, a mask", "mask", (*qkv(), jnp.bool_(PADDING)))(
+_case("jax.nn, a mask", "bias", (*qkv(), jnp.bool_(PADDING)))(
     lambda q, k, v, m: jax.nn.dot_product_attention(q, k, v, mask=m[:, None, None])
 )
 _case("jax.nn, a bias", "bias", (*qkv(), normal(3, 1, HEADS, LENGTH, LENGTH)))(
     lambda q, k, v, b: jax.nn.dot_product_attention(q, k, v, bias=b)
 )
-_case("jax.nn, lengths", "mask", (*qkv(), jnp.int32([16, 9])))(
+_case("jax.nn, lengths", "bias", (*qkv(), jnp.int32([16, 9])))(
     lambda q, k, v, n: jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=n)
 )
-_case("jax.nn, a window", "mask")(
+_case("jax.nn, a window", "bias")(
     lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(4, 0))
 )
 _case("Linen's function", "causal")(
@@ -279,7 +273,7 @@ _case("NNX's function", "none")(lambda q, k, v: nnx.dot_product_attention(q, k, 
 X = normal(5, BATCH, LENGTH, 32)
 
 
-@_case("Linen", "mask|none", (X, jnp.bool_(PADDING)), count=2)  # One in `init`.
+@_case("Linen", "bias|none", (X, jnp.bool_(PADDING)), count=2)  # One in `init`.
 def linen(x, mask):
     layer = nn.MultiHeadDotProductAttention(HEADS)
     params = layer.init(jax.random.key(0), x)
@@ -327,7 +321,7 @@ def repeated_mask(q, k, v):
     return mix(jax.nn.softmax(jnp.where(CAUSAL, scores_of(q, k) * SCALE, BIG)), v)
 
 
-@_case("a scan of constant masks", "mask", (*qkv(), jnp.bool_(PADDING)))
+@_case("a scan of constant masks", "bias", (*qkv(), jnp.bool_(PADDING)))
 def scanned_mask(q, k, v, mask):
     def layer(x, scale):
         scores = jnp.where(mask[:, None, None], scores_of(x * scale, k), BIG)
@@ -378,6 +372,13 @@ def read_elsewhere(q, k, v):
 def scores_elsewhere(q, k, v):
     scores = scores_of(q, k)
     return mix(jax.nn.softmax(scores), v) + 1e-3 * jnp.square(scores).mean()
+
+
+@_left("scores that are printed", "another operation reads its scores or weights")
+def printed_scores(q, k, v):
+    scores = scores_of(q, k)
+    jax.debug.print("{}", scores.max())
+    return mix(jax.nn.softmax(scores), v)
 
 
 @_left("the best keys alone", "the scores pass through")
@@ -434,7 +435,7 @@ _left("two products", "the scores are combined", (*qkv(), heads(3)))(
 )
 
 
-@_left("a program in bfloat16", "its weights pass through convert_element_type")
+@_left("a program in bfloat16", "the program does not compute it in float32")
 def in_bfloat16(q, k, v):
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     return mix(jax.nn.softmax(scores_of(q, k).astype(jnp.float32)).astype(jnp.bfloat16), v)
@@ -448,4 +449,61 @@ def queries_in_bfloat16(q, k, v):
 
 _left("a precision", "the program asks for a precision")(
     lambda q, k, v: mix(jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest")), v)
+)
+
+
+# Softmaxes that are written in other ways.
+_AS_WRITTEN = "its softmax is not written as"
+_left("a softmax of base 2", _AS_WRITTEN)(lambda q, k, v: mix(_normalized(jnp.exp2(scores_of(q, k))), v))
+_left("exp of log_softmax", _AS_WRITTEN)(lambda q, k, v: mix(jnp.exp(jax.nn.log_softmax(scores_of(q, k))), v))
+_left("a softmax of two axes", _AS_WRITTEN)(
+    lambda q, k, v: mix(jax.nn.softmax(scores_of(q, k), axis=(-2, -1)), v)
+)
+_left("a softmax of the queries", _AS_WRITTEN)(
+    lambda q, k, v: mix(jax.nn.softmax(scores_of(q, k), axis=-2), v)
+)
+_left("a softmax with where=", "its weights pass through _where")(
+    lambda q, k, v: mix(jax.nn.softmax(scores_of(q, k), where=CAUSAL), v)
+)
+_left("a jitted softmax", "its weights pass through softmax_of_keys")(
+    lambda q, k, v: mix(softmax_of_keys(scores_of(q, k)), v)
+)
+
+
+@jax.jit
+def softmax_of_keys(scores):
+    return jax.nn.softmax(scores)
+
+
+def _normalized(exponentials):
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+@_left("a division behind the values", _AS_WRITTEN)
+def divided_last(q, k, v):
+    exponentials = jnp.exp(scores_of(q, k))
+    return mix(exponentials, v) / exponentials.sum(-1).swapaxes(1, 2)[..., None]
+
+
+@_left("exp of scores less their logsumexp", _AS_WRITTEN)
+def of_logsumexp(q, k, v):
+    scores = scores_of(q, k)
+    return mix(jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)), v)
+
+
+def _left_mask(name: str, reason: str, mask: Callable[[jax.Array, jax.Array], jax.Array]) -> None:
+    """An attention whose scores `mask` changes with a bias of the keys."""
+    arrays = (*qkv(), normal(3, BATCH, LENGTH))
+    _left(name, reason, arrays)(
+        lambda q, k, v, b: mix(jax.nn.softmax(mask(scores_of(q, k), b[:, None, None])), v)
+    )
+
+
+# A query without a key could have the weights of both masks, or of the bias.
+_left_mask("a mask, then a bias", "scores pass through add", lambda s, b: jnp.where(CAUSAL, s, BIG) + b)
+_left_mask("a bias, then a mask", "a bias by numbers above -1e", lambda s, b: jnp.where(CAUSAL, s + b, BIG))
+_left_mask(
+    "a mask by numbers like those of the bias",
+    "by numbers like those of its bias",
+    lambda s, b: jnp.where(CAUSAL, s - 1e3 * (LENGTH - COLUMNS), -1e4),
 )

@@ -83,18 +83,36 @@ def test_float16_is_refused_on_a_cpu():
     assert reasons == ["XLA has no attention in float16 on a CPU"]
 
 
-def test_a_second_derivative_is_refused(monkeypatch):
+def without_second_derivatives(monkeypatch):
+    """Stands for cuDNN's attention, whose operations have no derivatives in JAX."""
     kernel = Primitive("dot_product_attention_kernel")
     kernel.def_abstract_eval(lambda q: q)
     attend = jax.custom_vjp(lambda q, k, v: kernel.bind(q))
     attend.defvjp(lambda q, k, v: (kernel.bind(q), None), lambda saved, g: (g, g, g))
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **options: attend(q, k, v))
-    fused = jmp.fuse_attention(FUSED["plain"].fun)
-    for fun in (fused, jmp.autocast(fused)):
-        loss = lambda *x, fun=fun: fun(*x).sum()
-        jax.make_jaxpr(jax.grad(loss))(*qkv())
+
+
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jmp.autocast], ids=["alone", "autocast"])
+@pytest.mark.parametrize("kind", ["cudnn", "xla"])
+def test_a_second_derivative_is_refused(kind, wrap, monkeypatch):
+    """XLA's attention has one, but a test on a CPU says what a GPU does."""
+    if kind == "cudnn":
+        without_second_derivatives(monkeypatch)
+    fused = wrap(jmp.fuse_attention(FUSED["plain"].fun, implementation=kind))
+
+    def loss(*arrays):
+        return fused(*arrays).sum()
+
+    def penalty(*arrays):
+        return jnp.square(jax.grad(loss)(*arrays)).sum()
+
+    jax.make_jaxpr(penalty)(*qkv())
+    for second in (jax.hessian(loss), jax.grad(penalty)):
         with pytest.raises(TypeError, match=r"no second derivative\. .* leave fuse_attention out"):
-            jax.make_jaxpr(jax.hessian(loss))(*qkv())
+            jax.make_jaxpr(second)(*qkv())
+    if kind == "xla":  # A CPU has no such kernel, and would run the program as it is.
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(fused, qkv(), qkv())
 
 
 def test_the_derivative_of_a_program_comes_after():

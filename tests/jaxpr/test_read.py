@@ -452,3 +452,10 @@ def test_a_call_takes_other_jaxprs_in_place_of_its_own(name):
     for inner, before in zip(inner_jaxprs(changed), inner_jaxprs(equation), strict=True):
         assert (inner.operands, inner.roles, inner.results) == (before.operands, before.roles, before.results)
         assert all(read.flags_of(e) == {1} for e in read.equations(inner.jaxpr))
+
+
+def test_only_a_mutable_array_has_an_inner_aval():
+    jaxpr = jax.make_jaxpr(lambda ref, x: ref[...] + x)(jax.new_ref(X), X)
+    assert list(map(read.is_reference, read.open_jaxpr(jaxpr).invars)) == [True, False]
+    literal = read.equations(jax.make_jaxpr(lambda x: x + 1.0)(X))[0].invars[1]
+    assert not read.is_reference(literal)

@@ -18,6 +18,7 @@ from ..._jaxpr.read import (
     is_float32,
     is_literal,
     is_recomputed,
+    is_reference,
     is_transposed,
     name_of,
     scope_of,
@@ -79,6 +80,10 @@ def read_ops(jaxpr: Jaxpr, rules: Rules) -> tuple[Op, ...]:
 def _read_op(equation: Equation, rules: Rules) -> Op:
     name = name_of(equation)
     category = rules.category_of(name)
+    # The rule of such a function may keep the mutable array for its backward pass, and a rule that autocast
+    # traces cannot return it.
+    if name in ("custom_jvp_call", "custom_vjp_call") and any(map(is_reference, equation.invars)):
+        category = Category.AS_TRACED
     return Op(
         equation,
         name,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from ..._jaxpr.primitives import traits_of
 from ..._jaxpr.read import Equation, Var, equations, is_float32, is_of_gradient, name_of, open_jaxpr
+from ..._jaxpr.softmax import softmax_input
 from .op import Op, Readers
 
 # XLA computes a softmax in one kernel on an H100 if its rows have at most this many numbers.
@@ -126,31 +127,9 @@ def _softmax(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int], after: Set
             open_vars.extend(ops[index].variables)
     sources = tuple(var for var in operands if is_float32(var) and _size(var) == _size(out))
     extras = tuple(var for var in operands if var not in sources)
-    return Region(sources, extras, frozenset(members), Barrier.SOURCES, _logits(out, ops, made_by))
-
-
-def _logits(out: Var, ops: Sequence[Op], made_by: Mapping[Var, int]) -> Var | None:
-    """Returns x if `out` is exp(x) / sum(exp(x), -1, keepdims=True); None if it is computed otherwise."""
-    division, of_rows = ops[made_by[out]], (*out.aval.shape[:-1], 1)
-    made = _makers(division, ops, made_by)
-    if division.name != "div" or [each.name for each in made] != ["exp", "broadcast_in_dim"]:
-        return None
-    exp, total = made
-    exponentials, totals = division.variables
-    if totals.aval.shape != of_rows or not _sums_rows(_makers(total, ops, made_by), exponentials):
-        return None
-    # A number that is subtracted from a whole row, such as its maximum, changes nothing.
-    for shift in _makers(exp, ops, made_by):
-        if shift.name == "sub" and _is_part(shift) and shift.variables[-1].aval.shape == of_rows:
-            return shift.variables[0]
-    return exp.variables[0]
-
-
-def _sums_rows(makers: Sequence[Op], exponentials: Var) -> bool:
-    """Whether the only one of some operations sums the exponentials over their rows."""
-    if [each.name for each in makers] != ["reduce_sum"]:
-        return False
-    return makers[0].variables[0] is exponentials and _is_over_rows(makers[0])
+    equations_of = {ops[member].equation.outvars[0]: ops[member].equation for member in members}
+    logits = softmax_input(ops[made_by[out]].equation, equations_of)
+    return Region(sources, extras, frozenset(members), Barrier.SOURCES, logits)
 
 
 def _size(var: Var) -> int:

@@ -63,7 +63,8 @@ def attentions_of(
         # the attention as the program wrote it. Its transpose is the backward pass of the same attention.
         if FUSED_SCOPE in scope and equation.primitive.name == "cond" and not is_transposed(equation):
             *_, (plain, _) = facts.inside(equation)
-            yield from (_described(each, "", times, scope) for each in find_attentions(plain).values())
+            for each in attentions_of(plain, half, times):
+                yield dataclasses.replace(each, fused=True, why_not="", scope=visible_scope(scope))
         elif index in found:
             each = found[index]
             why_not = DIFFERENTIATED if in_gradient else why_not_fused(each, half, "cudnn")
