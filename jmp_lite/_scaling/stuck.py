@@ -11,7 +11,6 @@ import optax
 from .._paths import subtrees
 from .._tree import is_floating, nodes_of, without_nnx_variables
 from .loss_scale import DynamicLossScale
-from .saved import save_call
 from .state import SkipNonfiniteState, find_state
 
 _ADVICE = (
@@ -31,8 +30,6 @@ def raise_if_stuck(
     max_consecutive_skips: int = 50,
     max_skip_rate: float = 0.1,
     name: str | None = None,
-    *,
-    save: tuple[Any, ...] = (),
 ) -> None:
     """Raises on the host if too many steps were skipped.
 
@@ -52,8 +49,6 @@ def raise_if_stuck(
             off. It is checked after `max_consecutive_skips` skipped steps in all, or as many steps in all if
             the last one was skipped and the dynamic scale is at its minimum.
         name: as in `get_loss_scale`.
-        save: the file and the arguments of the step, `("stuck.npz", params, opt_state, batch, key)`, which
-            `save_call` writes before the error is raised.
 
     Raises:
         FloatingPointError: too many steps were skipped. The message says how many, and names the loss scale
@@ -79,13 +74,7 @@ def raise_if_stuck(
         raise ValueError(f"max_consecutive_skips should be 1 or above. Got {max_consecutive_skips}.")
     if not 0 <= max_skip_rate <= 1:
         raise ValueError(f"max_skip_rate should lie between 0 and 1. Got {max_skip_rate}.")
-    try:
-        _check(find_state(opt_state, name), max_consecutive_skips, max_skip_rate)
-    except FloatingPointError:
-        if save:
-            with jax.transfer_guard("allow"):
-                save_call(*save)
-        raise
+    _check(find_state(opt_state, name), max_consecutive_skips, max_skip_rate)
     links = nodes_of(opt_state, SkipNonfiniteState, optax.ZeroNansState)
     # `nodes_of` returns the states in the order of the chain: the first one sees the gradients first.
     if isinstance(links[0], optax.ZeroNansState):
