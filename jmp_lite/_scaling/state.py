@@ -11,6 +11,7 @@ import numpy as np
 from .._tree import STATIC, nodes_of, register_state, replace_leaves, without_nnx_variables
 from . import serialization
 from .loss_scale import LossScale
+from .order import check_order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,21 +82,22 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
 
     Args:
         opt_state: an optimizer state, or a tree with one at any depth: a chain, `optax.masked`,
-            `optax.MultiSteps`, `optax.inject_hyperparams`, `optax.multi_transform`, a Flax `TrainState`, an
-            `nnx.Optimizer`.
+            `optax.inject_hyperparams`, `optax.multi_transform`, a Flax `TrainState`, an `nnx.Optimizer`.
         name: the name given to `with_loss_scale`, which is needed if the tree has more than one.
 
     Returns:
         The scale for this step's loss.
 
     Raises:
-        ValueError: the tree has no loss scale, or more than one to choose from.
+        ValueError: the tree has no loss scale, or more than one to choose from; or a transform around
+            `with_loss_scale` or in front of it, such as `optax.MultiSteps`, hides an overflow from it.
 
     Examples:
         >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
         >>> float(jmp.get_loss_scale(opt_state).loss_scale)
         32768.0
     """
+    check_order(opt_state, SkipNonfiniteState)
     states = [state for state in nodes_of(opt_state, SkipNonfiniteState) if state.loss_scale is not None]
     return without_nnx_variables(_choose(states, name, "with_loss_scale").loss_scale)
 
@@ -169,6 +171,7 @@ def _read_counts(counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def find_state(opt_state: Any, name: str | None = None) -> SkipNonfiniteState:
     """Returns the one state in `opt_state`, or the one called `name`, whose own leaves are arrays."""
+    check_order(opt_state, SkipNonfiniteState)
     state = _choose(nodes_of(opt_state, SkipNonfiniteState), name, "skip_nonfinite or with_loss_scale")
     arrays = without_nnx_variables(replace_leaves(state, inner_state=None))
     return replace_leaves(arrays, inner_state=state.inner_state)
