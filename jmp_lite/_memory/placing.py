@@ -58,6 +58,6 @@ def _is_readable(array: jax.Array) -> bool:
 def _uncommitted(array: jax.Array) -> Any:
     """Returns an array that is committed to no device."""
     if is_key(array):
-        data = np.asarray(jax.random.key_data(array))
+        data = jnp.asarray(np.asarray(jax.random.key_data(array)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     return np.asarray(array)

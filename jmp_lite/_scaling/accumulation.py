@@ -28,64 +28,53 @@ def restart_accumulation(new: Any, carried: Any) -> Any:
 
 def check_accumulation(transform: optax.GradientTransformation, params: Any, state: Any) -> None:
     """Raises a ValueError if an `optax.MultiSteps` may not go on from what it has accumulated."""
-    before = _counts(state)
+    count = lambda state: [
+        (node.mini_step, node.gradient_step) for node in nodes_of(state, optax.MultiStepsState)
+    ]
+    before = count(state)
     # Counters that are traced or batched cannot be read, and without a micro-batch nothing can be lost.
     if any(is_traced(mini) or np.ndim(mini) for mini, _ in before) or not any(
         int(mini) for mini, _ in before
     ):
         return
 
-    # No state holds `every_k_schedule` or `use_grad_mean`. What `update` does shows them. XLA removes all
-    # else.
+    # No state holds `every_k_schedule` or `use_grad_mean`: `update` shows them. XLA removes all else.
     @jax.jit
     def after(params: Any, state: Any) -> Any:
         zeros = jax.tree.map(jnp.zeros_like, params)
-        counted = _counts(transform.update(zeros, state, params)[1])
-        probe = jax.tree.map(_accumulated_ones, state, is_leaf=_is_accumulation)
-        probe = transform.update(zeros, probe, params)[1]
-        # The first micro-batch replaces a mean, and is added to a sum.
-        sums = [optax.tree.sum(node.acc_grads) for node in nodes_of(probe, optax.MultiStepsState)]
-        return counted, sums
+        probed = transform.update(zeros, _with_ones(state), params)[1]
+        sums = [optax.tree.sum(node.acc_grads) for node in nodes_of(probed, optax.MultiStepsState)]
+        return count(transform.update(zeros, state, params)[1]), sums
 
     try:
         counted, sums = after(params, state)
     except Exception:  # It needs extra arguments. Then it cannot be told.
         return
     for (mini, step), (next_mini, next_step), total in zip(before, counted, sums, strict=True):
-        # It counts one micro-batch more, or ends the accumulation and counts a step. If it does neither, it
-        # takes fewer micro-batches than there are already.
-        if int(mini) and int(next_mini) != int(mini) + 1 and int(next_step) == int(step):
-            raise _cannot_go_on(
-                int(mini),
-                "takes fewer for a step, so that the next step would be too large or lose some of them",
-                "the old every_k_schedule",
+        # An `optax.MultiSteps` counts one micro-batch more, or ends the accumulation and counts a step. If it
+        # does neither, it takes fewer micro-batches than there are already.
+        fewer = int(next_mini) != int(mini) + 1 and int(next_step) == int(step)
+        if int(mini) and (fewer or total):
+            why = (
+                "takes fewer for a step, so that the next step would be too large or lose some of them"
+                if fewer
+                else "has use_grad_mean=False, and the old one may have taken the mean, which no state shows"
             )
-        if int(mini) and total:
-            raise _cannot_go_on(
-                int(mini),
-                "adds them up, use_grad_mean=False, where the old one may have taken their mean: no state says",
-                "the old settings",
+            raise ValueError(
+                f"migrate_state: {int(mini)} micro-batches have been accumulated, and the optax.MultiSteps "
+                f"of tx {why}. Finish the accumulation with the old settings, or drop it: set mini_step to "
+                "0 and acc_grads to zeros in the old state."
             )
 
 
-def _cannot_go_on(mini_steps: int, why: str, settings: str) -> ValueError:
-    return ValueError(
-        f"migrate_state: {mini_steps} micro-batches have been accumulated, and the optax.MultiSteps of tx "
-        f"{why}. Finish the accumulation with {settings}, or drop it: set mini_step to 0 and acc_grads to "
-        "zeros in the old state."
+def _with_ones(state: Any) -> Any:
+    """Returns `state` before a micro-batch, with ones that this replaces in a mean, and adds to in a sum."""
+    ones = lambda node: (
+        node._replace(mini_step=0 * node.mini_step, acc_grads=jax.tree.map(jnp.ones_like, node.acc_grads))
+        if _is_accumulation(node)
+        else node
     )
-
-
-def _counts(state: Any) -> list[tuple[Any, Any]]:
-    return [(node.mini_step, node.gradient_step) for node in nodes_of(state, optax.MultiStepsState)]
-
-
-def _accumulated_ones(node: Any) -> Any:
-    """Returns a state before its first micro-batch, with ones in place of what was accumulated."""
-    if not _is_accumulation(node):
-        return node
-    ones = jax.tree.map(jnp.ones_like, node.acc_grads)
-    return node._replace(mini_step=jnp.zeros_like(node.mini_step), acc_grads=ones)
+    return jax.tree.map(ones, state, is_leaf=_is_accumulation)
 
 
 def _is_accumulation(node: Any) -> bool:
