@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._tree import STATIC, nodes_of, register_state, replace_leaves, without_nnx_variables
-from . import serialization
 from .loss_scale import LossScale
 from .order import check_order
+from .serialization import Saved
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class LeafNames:
 
 @register_state
 @dataclasses.dataclass(frozen=True)
-class SkipNonfiniteState:
+class SkipNonfiniteState(Saved):
     """The state of `skip_nonfinite` and `with_loss_scale`, which `get_loss_scale` and `get_metrics` read.
 
     Attributes:
@@ -63,9 +63,6 @@ class SkipNonfiniteState:
     counts: Any
     leaf_names: LeafNames = dataclasses.field(metadata=STATIC)
     name: str | None = dataclasses.field(metadata=STATIC)
-
-    def __post_init__(self) -> None:
-        serialization.register(type(self))
 
 
 def count(counts: jax.Array, finite: jax.Array) -> jax.Array:
