@@ -11,6 +11,7 @@ import numpy as np
 from .._tree import STATIC, nodes_of, register_state, replace_leaves, without_nnx_variables
 from .loss_scale import LossScale
 from .order import check_order
+from .scalars import LARGEST
 from .serialization import Saved
 
 
@@ -43,8 +44,8 @@ class SkipNonfiniteState(Saved):
         inner_state: the state of the wrapped transform.
         loss_scale: the loss scale; None for `skip_nonfinite`.
         leaf_finite: whether each gradient of the last step was finite, shape `(len(leaf_names),)`, bool.
-        grad_norm: the global norm of the last step's gradients before the clip, shape `()`, float32; None
-            without `clip_norm`.
+        grad_norm: the global norm of the last step's gradients before the clip, shape `()`, float32; the
+            largest number if it is not finite; None without `clip_norm`.
         counts: shape `(3,)`, int32: all steps, the skipped steps, and the steps skipped since the last step
             that was taken. They end at `2**31 - 1`, and are one array because a GPU needs a kernel for each.
         leaf_names: the paths of the parameters, in the order of `leaf_finite`.
@@ -134,8 +135,8 @@ def get_metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]
         - `grads_finite`: whether the last step was taken, bool;
         - `skipped_steps`: how many steps were skipped since the optimizer was initialized, int32;
         - `consecutive_skipped_steps`: how many of them since the last step that was taken, int32;
-        - `grad_norm`: the global norm of the last step's gradients before the clip, float32; absent
-          without `clip_norm`.
+        - `grad_norm`: the global norm of the last step's gradients before the clip, float32, inf if it is
+          not finite; absent without `clip_norm`.
 
     Raises:
         ValueError: as in `get_loss_scale`.
@@ -149,7 +150,9 @@ def get_metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]
     values = {} if state.loss_scale is None else {"loss_scale": _on_device(state.loss_scale.loss_scale)}
     names = ("grads_finite", "skipped_steps", "consecutive_skipped_steps")
     values |= dict(zip(names, _read_counts(_on_device(state.counts)), strict=True))
-    return values if state.grad_norm is None else values | {"grad_norm": _on_device(state.grad_norm)}
+    return (
+        values if state.grad_norm is None else values | {"grad_norm": _read_norm(_on_device(state.grad_norm))}
+    )
 
 
 def _on_device(value: Any) -> jax.Array:
@@ -164,6 +167,12 @@ def _on_device(value: Any) -> jax.Array:
 def _read_counts(counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns whether the last step was taken, how many were skipped, and how many of them in a row."""
     return counts[..., 2] == 0, counts[..., 1], counts[..., 2]
+
+
+@functools.partial(jax.jit, inline=True)
+def _read_norm(norm: jax.Array) -> jax.Array:
+    """Returns a norm, for which the state holds the largest number if it is not finite."""
+    return jnp.where(norm < LARGEST, norm, jnp.inf)
 
 
 def find_state(opt_state: Any, name: str | None = None) -> SkipNonfiniteState:

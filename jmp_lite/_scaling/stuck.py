@@ -11,6 +11,7 @@ import optax
 from .._paths import subtrees
 from .._tree import is_floating, nodes_of, without_nnx_variables
 from .loss_scale import DynamicLossScale
+from .scalars import LARGEST
 from .state import SkipNonfiniteState, find_state
 
 _ADVICE = (
@@ -166,7 +167,9 @@ def _complaint(
         return ""
     cause = f": {_cause(state, member)}" if in_a_row else ""
     size = "" if scale is None else f" The loss scale is {scale:g}{', its minimum' if at_minimum else ''}."
-    return f"{said}{cause}.{size}"
+    # Then it has fallen, and nothing changed.
+    closed = f" If the step closes over another scale, which never falls, write {LINE}." if at_minimum else ""
+    return f"{said}{cause}.{size}{closed}"
 
 
 def _is_at_minimum(loss_scale: Any, scale: float | None) -> bool:
@@ -180,7 +183,7 @@ def _cause(state: SkipNonfiniteState, member: tuple[int, ...]) -> str:
     if not flags.all():
         finite = dict(zip(state.leaf_names.paths, flags.tolist()))
         return f"inf or NaN in the gradients of {describe(finite)}"
-    if state.grad_norm is None or np.isfinite(_member(state.grad_norm, member)):
+    if state.grad_norm is None or _member(state.grad_norm, member) < LARGEST:
         return (
             "the gradients were finite, and an update of the optimizer, its new state, or an extra argument "
             "such as value= was not"
