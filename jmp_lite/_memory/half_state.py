@@ -140,17 +140,13 @@ def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
     traced, shapes = jax.make_jaxpr(init, return_shape=True)(params)
     # The jaxpr shows which arrays are made from the values of the parameters. The values cannot show it: a
     # bias of zeros equals its moment, and there are no values inside `jit`.
-    # A moment is as large as its parameter, and grows with the parameters. Coefficients do not.
+    # A moment is as large as its parameter, and grows with the parameters. Scalars and coefficients do not.
     larger = jax.eval_shape(init, jax.tree.map(_twice_as_large, params))
     shape_of = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(larger)}
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
     may_rest = [
-        has_dtype(leaf, jnp.float32)
-        and leaf.ndim > 0
-        and not params_read
-        and leaf.shape != shape_of.get(path)
-        for (path, leaf), params_read in zip(
-            jax.tree_util.tree_leaves_with_path(shapes), dependence(traced), strict=True
-        )
+        has_dtype(leaf, jnp.float32) and not params_read and leaf.shape != shape_of.get(path)
+        for (path, leaf), params_read in zip(leaves, dependence(traced), strict=True)
     ]
     return shapes, jax.tree.unflatten(jax.tree.structure(shapes), may_rest)
 
@@ -207,9 +203,7 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
 
 def _check_patterns_match(patterns: tuple[str, ...], state: Any) -> None:
     """Raises a ValueError if a pattern matches no leaf of `state` that could rest in half precision."""
-    names = [
-        name for name, leaf in named_leaves(state) if has_dtype(leaf, jnp.floating) and np.ndim(leaf) > 0
-    ]
+    names = [name for name, leaf in named_leaves(state) if has_dtype(leaf, jnp.floating) and leaf.ndim]
     # `optax.tree_map_params` calls `init` with a placeholder that has no arrays:
     # https://github.com/google-deepmind/optax/blob/v0.2.8/optax/tree_utils/_state_utils.py#L144.
     if not names:

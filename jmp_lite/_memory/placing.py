@@ -34,8 +34,7 @@ def placed_like(value: Any, old: Any) -> Any:
     """Returns a copy of `value` with the dtype and the devices of `old`, which may be a Python number."""
     if not hasattr(old, "dtype"):
         return value
-    # An array that is divided among processes stays where it is.
-    if _is_committed(value) and not _is_committed(old) and _is_readable(value):
+    if _is_committed(value) and not _is_committed(old):
         # JAX would not combine an array that was committed to some devices with arrays on others:
         # https://docs.jax.dev/en/latest/_autosummary/jax.Array.committed.html.
         value = _uncommitted(value)
@@ -50,14 +49,11 @@ def _is_committed(array: Any) -> bool:
     return getattr(array, "sharding", None) is not None and array.committed
 
 
-def _is_readable(array: jax.Array) -> bool:
-    """Whether this process has all numbers of an array."""
-    return array.is_fully_addressable or array.is_fully_replicated
-
-
 def _uncommitted(array: jax.Array) -> Any:
-    """Returns an array that is committed to no device."""
-    if is_key(array):
-        data = jnp.asarray(np.asarray(jax.random.key_data(array)))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    return np.asarray(array)
+    """Returns an array that is committed to no device, or the same if it is divided among processes."""
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        return array
+    if not is_key(array):
+        return np.asarray(array)
+    data = jnp.asarray(np.asarray(jax.random.key_data(array)))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))

@@ -150,9 +150,8 @@ def get_metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]
     values = {} if state.loss_scale is None else {"loss_scale": _on_device(state.loss_scale.loss_scale)}
     names = ("grads_finite", "skipped_steps", "consecutive_skipped_steps")
     values |= dict(zip(names, _read_counts(_on_device(state.counts)), strict=True))
-    return (
-        values if state.grad_norm is None else values | {"grad_norm": _read_norm(_on_device(state.grad_norm))}
-    )
+    norm = {} if state.grad_norm is None else {"grad_norm": _read_norm(_on_device(state.grad_norm))}
+    return values | norm
 
 
 def _on_device(value: Any) -> jax.Array:

@@ -41,7 +41,7 @@ def raise_if_stuck(
     of `jmp.value_and_grad`. If the moments of the optimizer (`mu` or `trace` of optax; plain `optax.sgd` has
     none) show that all gradients so far were zero, it raises an error. It warns if a dynamic scale has grown
     to `2**40` without one skipped step, since then the loss is not scaled, or the run is not in float16 and
-    needs no scale; and if `optax.zero_nans` hides NaN from the check.
+    needs no scale.
 
     Args:
         opt_state: as in `get_loss_scale`. Each member of a batched or replicated state is checked.
@@ -76,15 +76,6 @@ def raise_if_stuck(
     if not 0 <= max_skip_rate <= 1:
         raise ValueError(f"max_skip_rate should lie between 0 and 1. Got {max_skip_rate}.")
     _check(find_state(opt_state, name), max_consecutive_skips, max_skip_rate)
-    links = nodes_of(opt_state, SkipNonfiniteState, optax.ZeroNansState)
-    # `nodes_of` returns the states in the order of the chain: the first one sees the gradients first.
-    if isinstance(links[0], optax.ZeroNansState):
-        message = (
-            "optax.zero_nans() in front of with_loss_scale turns NaN into 0 before the check, so that no "
-            "step is skipped. Leave it out, or put it inside: "
-            "jmp.with_loss_scale(optax.chain(optax.zero_nans(), tx))."
-        )
-        warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def _check(state: SkipNonfiniteState, max_consecutive_skips: int, max_skip_rate: float) -> None:

@@ -137,9 +137,9 @@ def _complaints(tree: Any) -> list[str]:
         warnings.simplefilter("always")
         for state in states:
             try:
-                # Of the whole tree it also sees what is in front of the wrapper, such as `optax.zero_nans`.
+                # Of the whole tree it also sees what is outside of the wrapper, such as `optax.MultiSteps`.
                 raise_if_stuck(tree if len(states) == 1 else state)
-            except FloatingPointError as error:
+            except (FloatingPointError, ValueError) as error:
                 said.append(str(error))
     return [*said, *(str(warning.message) for warning in caught)]
 

@@ -75,16 +75,13 @@ def test_the_table_has_rows_of_each_kind():
 def test_the_message_names_both_and_the_order_to_write(wrap):
     name = wrap.__name__
     for made, said in (
-        (
-            optax.apply_if_finite(wrap(optax.sgd(1.0)), 5),
-            rf"optax\.apply_if_finite stands around {name}.*\(tx\)",
-        ),
-        (optax.MultiSteps(wrap(optax.sgd(1.0)), 2), rf"jmp\.{name}\(optax\.MultiSteps\(tx, \.\.\.\)\)"),
-        (
-            optax.chain(optax.ema(0.9), wrap(optax.sgd(1.0))),
-            rf"jmp\.{name}\(optax\.chain\(optax\.ema\(\.\.\.\), tx",
-        ),
+        (optax.apply_if_finite(wrap(optax.sgd(1.0)), 5), "optax.apply_if_finite(tx, ...)"),
+        (optax.MultiSteps(wrap(optax.sgd(1.0)), 2), "optax.MultiSteps(tx, ...)"),
+        (optax.chain(optax.ema(0.9), wrap(optax.sgd(1.0))), "optax.chain(optax.ema(...), tx)"),
     ):
+        said = (
+            f"outside of {name} hides an overflow.* Put {name} outside: {re.escape(f'jmp.{name}({said})')}\\."
+        )
         with pytest.raises(ValueError, match=said):
             jmp.get_metrics(made.init(PARAMS))
 
@@ -92,7 +89,7 @@ def test_the_message_names_both_and_the_order_to_write(wrap):
 def test_a_train_step_names_it_when_it_is_traced():
     tx = optax.masked(optax.apply_if_finite(jmp.with_loss_scale(optax.sgd(1.0)), 5), True)
     for state in (tx.init(PARAMS), nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)):
-        with pytest.raises(ValueError, match=r"optax\.apply_if_finite stands around with_loss_scale"):
+        with pytest.raises(ValueError, match=r"jmp\.with_loss_scale\(optax\.apply_if_finite\("):
             jax.eval_shape(lambda state=state: jmp.get_loss_scale(state).loss_scale)
 
 

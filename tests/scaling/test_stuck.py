@@ -125,14 +125,6 @@ def test_limits_are_numbers(limits):
         jmp.raise_if_stuck(state, **limits)
 
 
-def test_zero_nans_in_front_of_the_check_is_named():
-    hiding = optax.chain(optax.zero_nans(), jmp.with_loss_scale(optax.sgd(1.0)))
-    with pytest.warns(UserWarning, match=r"zero_nans\(\) in front of with_loss_scale turns NaN into 0"):
-        jmp.raise_if_stuck(hiding.init(PARAMS))
-    jmp.raise_if_stuck(jmp.with_loss_scale(optax.chain(optax.zero_nans(), optax.sgd(1.0))).init(PARAMS))
-    jmp.raise_if_stuck(optax.chain(jmp.with_loss_scale(optax.sgd(1.0)), optax.zero_nans()).init(PARAMS))
-
-
 def test_a_scale_that_the_step_closes_over_is_named():
     """It never falls, so that every step is skipped, while that of the state falls to its minimum."""
     loss_scale = jmp.DynamicLossScale(2.0**30, min_loss_scale=2.0**20)
