@@ -153,8 +153,8 @@ class Policy(Shown):
             ...
             ValueError: The rule 'haed -> ...' matches no parameter. Nearest: 'head', 'head/kernel'.
         """
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)] if self.rules else []
-        names = [name for path in paths for name in _names(params, path)]
+        leaves = jax.tree_util.tree_leaves_with_path(params) if self.rules else []
+        names = [name for path, _ in leaves for name in _names(params, path)]
         for rule in self.rules:
             if rule.optional or any(matches(rule.pattern, name) for name in names):
                 continue

@@ -187,8 +187,8 @@ def _rounding_updates(
     for index, (param, new_param) in enumerate(zip(leaves, structure.flatten_up_to(new), strict=True)):
         if is_half(param):
             # From inf no update leads back to a number.
-            held = rounding.within(new_param, param.dtype)
-            rounded = rounding.round_leaf(held, param.dtype, key_of(param), index)
+            new_param = rounding.within(new_param, param.dtype)
+            rounded = rounding.round_leaf(new_param, param.dtype, key_of(param), index)
             updates[index] = rounding.update_to(param, rounded)
     return structure.unflatten(updates)
 

@@ -28,53 +28,44 @@ def restart_accumulation(new: Any, carried: Any) -> Any:
 
 def check_accumulation(transform: optax.GradientTransformation, params: Any, state: Any) -> None:
     """Raises a ValueError if an `optax.MultiSteps` may not go on from what it has accumulated."""
-    count = lambda state: [
-        (node.mini_step, node.gradient_step) for node in nodes_of(state, optax.MultiStepsState)
-    ]
-    before = count(state)
+    before = nodes_of(state, optax.MultiStepsState)
+    minis = [node.mini_step for node in before]
     # Counters that are traced or batched cannot be read, and without a micro-batch nothing can be lost.
-    if any(is_traced(mini) or np.ndim(mini) for mini, _ in before) or not any(
-        int(mini) for mini, _ in before
-    ):
+    if any(is_traced(mini) or np.ndim(mini) for mini in minis) or not any(map(int, minis)):
         return
 
     # No state holds `every_k_schedule` or `use_grad_mean`: `update` shows them. XLA removes all else.
     @jax.jit
-    def after(params: Any, state: Any) -> Any:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        probed = transform.update(zeros, _with_ones(state), params)[1]
-        sums = [optax.tree.sum(node.acc_grads) for node in nodes_of(probed, optax.MultiStepsState)]
-        return count(transform.update(zeros, state, params)[1]), sums
+    def after(params: Any, state: Any) -> list[tuple[Any, Any, Any]]:
+        _, new = transform.update(jax.tree.map(jnp.zeros_like, params), state, params)
+        nodes = nodes_of(new, optax.MultiStepsState)
+        return [(node.mini_step, node.gradient_step, optax.tree.sum(node.acc_grads)) for node in nodes]
 
     try:
-        counted, sums = after(params, state)
+        counted = after(params, state)
+        # The first micro-batch replaces ones in a mean, and is added to them in a sum.
+        probed = after(params, jax.tree.map(_ones, state, is_leaf=_is_accumulation))
     except Exception:  # It needs extra arguments. Then it cannot be told.
         return
-    for (mini, step), (next_mini, next_step), total in zip(before, counted, sums, strict=True):
+    for old, (mini, step, _), (_, _, total) in zip(before, counted, probed, strict=True):
         # An `optax.MultiSteps` counts one micro-batch more, or ends the accumulation and counts a step. If it
         # does neither, it takes fewer micro-batches than there are already.
-        fewer = int(next_mini) != int(mini) + 1 and int(next_step) == int(step)
-        if int(mini) and (fewer or total):
-            why = (
-                "takes fewer for a step, so that the next step would be too large or lose some of them"
-                if fewer
-                else "has use_grad_mean=False, and the old one may have taken the mean, which no state shows"
-            )
+        why = "has use_grad_mean=False, and the old one may have taken the mean, which no state shows"
+        if fewer := int(mini) != int(old.mini_step) + 1 and int(step) == int(old.gradient_step):
+            why = "takes fewer for a step, so that the next step would be too large or lose some of them"
+        if int(old.mini_step) and (fewer or total):
             raise ValueError(
-                f"migrate_state: {int(mini)} micro-batches have been accumulated, and the optax.MultiSteps "
-                f"of tx {why}. Finish the accumulation with the old settings, or drop it: set mini_step to "
-                "0 and acc_grads to zeros in the old state."
+                f"migrate_state: {int(old.mini_step)} micro-batches have been accumulated, and the "
+                f"optax.MultiSteps of tx {why}. Finish the accumulation with the old settings, or drop it: "
+                "set mini_step to 0 and acc_grads to zeros in the old state."
             )
 
 
-def _with_ones(state: Any) -> Any:
-    """Returns `state` before a micro-batch, with ones that this replaces in a mean, and adds to in a sum."""
-    ones = lambda node: (
-        node._replace(mini_step=0 * node.mini_step, acc_grads=jax.tree.map(jnp.ones_like, node.acc_grads))
-        if _is_accumulation(node)
-        else node
-    )
-    return jax.tree.map(ones, state, is_leaf=_is_accumulation)
+def _ones(node: Any) -> Any:
+    """Returns an accumulation of ones before its first micro-batch, and any other node as it is."""
+    if not _is_accumulation(node):
+        return node
+    return node._replace(mini_step=0 * node.mini_step, acc_grads=jax.tree.map(jnp.ones_like, node.acc_grads))
 
 
 def _is_accumulation(node: Any) -> bool:

@@ -26,9 +26,9 @@ def check_order(opt_state: Any, wrapper: type[Any]) -> None:
     """Raises a ValueError if a transform hides an overflow from a state of the class `wrapper`."""
     # With `opaque_mode=True` SAM has no cache, and gives each gradient to the optimizer inside.
     hides = lambda node: type(node) in _HIDES and getattr(node, "cache", ()) is not None
-    is_node = lambda node: isinstance(node, wrapper) or hides(node)
+    is_leaf = lambda node: isinstance(node, wrapper) or hides(node)
     in_front: list[tuple[Any, str]] = []
-    for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_node):
+    for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_leaf):
         outside = [_HIDES[type(node)]] if hides(node) else []
         if inside := nodes_of(node, wrapper):
             outside += [text for chain, text in in_front if path[: len(chain)] == chain]

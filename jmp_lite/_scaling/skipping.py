@@ -51,8 +51,6 @@ class Skipping:
         if clip_norm is not None and not 0 < clip_norm < math.inf:
             raise ValueError(f"clip_norm should be above 0 and finite. Got {clip_norm}.")
         inner = as_transform(self.made_by, self.inner)
-        if clip_norm is not None and isinstance(self.inner, optax.MultiSteps):
-            raise self._clips_micro_batches()
         settings = dataclasses.replace(self, inner=inner, clip_norm=clip_norm)
         update: Any = settings.update  # With types of its own, which optax's protocol does not have.
         return Transform(settings.init, update)
@@ -62,7 +60,12 @@ class Skipping:
         inner_state = init_for_masters(self.inner, params)
         self._check_inner(inner_state)
         if self.clip_norm is not None and nodes_of(inner_state, optax.MultiStepsState):
-            raise self._clips_micro_batches()
+            raise ValueError(
+                f"{self.made_by}: clip_norm={self.clip_norm:g} around optax.MultiSteps would clip each "
+                "micro-batch. Leave clip_norm out, and clip the accumulated gradients: "
+                f"optax.MultiSteps(optax.chain(optax.clip_by_global_norm({self.clip_norm:g}), "
+                "optax.adamw(3e-4)), every_k_schedule=4)."
+            )
         return SkipNonfiniteState(
             inner_state=inner_state,
             # Copied, so that donating the state does not delete the caller's scale.
@@ -126,14 +129,6 @@ class Skipping:
             raise ValueError(
                 f"{self.made_by}: update was given a state of {theirs}. This optimizer is {mine}. {MIGRATE}"
             )
-
-    def _clips_micro_batches(self) -> ValueError:
-        return ValueError(
-            f"{self.made_by}: clip_norm={self.clip_norm:g} around optax.MultiSteps would clip each "
-            "micro-batch. Leave clip_norm out, and clip the accumulated gradients: "
-            f"optax.MultiSteps(optax.chain(optax.clip_by_global_norm({self.clip_norm:g}), "
-            "optax.adamw(3e-4)), every_k_schedule=4)."
-        )
 
     def _check_loss_scale(self, state: SkipNonfiniteState, extra_args: dict[str, Any]) -> None:
         """Raises a TypeError if `update` was given a loss scale by which nothing divides."""
@@ -290,10 +285,7 @@ def _in_order(flags: jax.Array, paths: tuple[str, ...], names: tuple[str, ...]) 
 
 
 def _described(scale: Any, clips: bool, name: str | None) -> str:
-    """Returns a wrapper with its settings that are not the default, for a comparison and an error.
-
-    Of a user's own scale it is the class. Its structure may change.
-    """
+    """Returns a wrapper with its settings that are not the default; of a user's own scale, the class."""
     fields = dataclasses.fields(scale) if isinstance(scale, DynamicLossScale) else ()
     settings = [(f, getattr(scale, f.name)) for f in fields if f.metadata.get("static")]
     changed = ", ".join(f"{f.name}={value}" for f, value in settings if value != f.default)

@@ -158,7 +158,6 @@ def _complaint(
         return ""
     cause = f": {_cause(state, member)}" if in_a_row else ""
     size = "" if scale is None else f" The loss scale is {scale:g}{', its minimum' if at_minimum else ''}."
-    # Then it has fallen, and nothing changed.
     closed = f" If the step closes over another scale, which never falls, write {LINE}." if at_minimum else ""
     return f"{said}{cause}.{size}{closed}"
 

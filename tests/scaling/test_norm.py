@@ -162,12 +162,6 @@ def test_a_clip_around_an_accumulation_is_an_error_with_the_line_that_clips_what
     np.testing.assert_allclose(params, -0.125, rtol=4 * EPS)
 
 
-def test_the_line_of_the_construction_comes_without_init():
-    with pytest.raises(ValueError, match="Leave clip_norm out, and clip the accumulated gradients"):
-        jmp.with_loss_scale(optax.MultiSteps(optax.sgd(1.0), 2), clip_norm=1.0)
-    jmp.with_loss_scale(optax.MultiSteps(optax.sgd(1.0), 2)).init(jnp.zeros(4))
-
-
 def test_the_gradients_are_read_once_for_the_norm_and_the_check():
     grads = make_tree()
     tx = jmp.with_loss_scale(optax.sgd(0.1), clip_norm=1.0)
