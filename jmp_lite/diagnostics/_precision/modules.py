@@ -144,10 +144,8 @@ def is_of_library(line: str) -> bool:
     return not line or line.startswith((_PACKAGE, "<unknown>")) or "site-packages" in line
 
 
-def scopes_for(
-    kept: Sequence[Module], modules: Sequence[Module], wide: str, narrow: str
-) -> tuple[tuple[str, str], ...]:
-    """Returns rules for the dtype `wide` of the modules in `kept` and `narrow` of the others, also nested."""
+def scopes_for(kept: Sequence[Module], modules: Sequence[Module], narrow: str) -> tuple[tuple[str, str], ...]:
+    """Returns rules for float32 of the modules in `kept` and `narrow` of the others, also nested."""
     scopes = []
     selected = [module for module in modules if module.pattern]
     # Of the patterns that match, the first one wins: that of the innermost module.
@@ -156,7 +154,7 @@ def scopes_for(
         outer = [other for other in selected if module.name.startswith(f"{other.name}/")]
         around = max(outer, key=lambda other: len(other.name), default=None)
         if (module in kept) != (around in kept):
-            scopes.append((module.pattern, wide if module in kept else narrow))
+            scopes.append((module.pattern, "float32" if module in kept else narrow))
     return tuple(scopes)
 
 
