@@ -33,7 +33,8 @@ from .._values.case import Case, gives_half
 from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, has_value, is_narrow
 from .._values.trace import EVERY_CAST
-from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for, sources_of
+from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for
+from .sources import sources_of
 
 
 class FlaggedProgram:
