@@ -19,7 +19,7 @@ from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import Runs
 from ._precision.modules import Module, is_of_library
 from ._precision.report import HARM, Limits, PrecisionReport
-from ._precision.training import Lag
+from ._precision.states import Wrong
 from ._values.case import Case
 from ._values.reference import has_value
 from ._values.sites import Site, SiteKind
@@ -143,22 +143,20 @@ def _complaints(tree: Any) -> list[str]:
 
 
 def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
-    """Yields what a step gets wrong in half; if it has a state, only what training shows."""
-    if runs.limits(None).allow(runs.keeping(())):
+    """Yields what a step gets wrong in half; if it has states, only what some steps show."""
+    if not runs.states.in_half and runs.limits(None).allow(runs.keeping(())):
         return
-    # The error of one step with a state says little (see `_precision.training`), so the step is repeated.
-    if not runs.training.has_state:
+    # The error of one step with a state says little (see `_precision.states`), so the step is repeated.
+    if not runs.states:
         yield _of_one_step(runs)
-    elif lags := runs.training.lags():
-        yield _of_training(runs, lags)
+    elif wrong := runs.states.wrong():
+        yield _of_states(runs, wrong)
 
 
 def of_aux(runs: Runs) -> Iterator[Finding]:
-    """Yields a state among the auxiliary results of a loss function that loses its updates."""
-    # One step first, which is cheap: it is repeated only if the state differs after it.
-    training = runs.training
-    if training.has_state and training.lags(steps=1) and (lags := training.lags()):
-        yield _of_training(runs, lags)
+    """Yields a state in half among the auxiliary results of a loss function that loses its updates."""
+    if runs.states.in_half and (wrong := runs.states.wrong()):
+        yield _of_states(runs, wrong)
 
 
 def _of_one_step(runs: Runs) -> Finding:
@@ -171,31 +169,25 @@ def _of_one_step(runs: Runs) -> Finding:
     return Finding("accuracy", what, "", mend)
 
 
-def _of_training(runs: Runs, lags: Sequence[Lag]) -> Finding:
-    """Returns what training in half gets wrong, and what mends it."""
-    worst, *others = lags
-    on, is_half = f"in {worst.steps} steps on this batch", worst.dtype in ("float16", "bfloat16")
-    if worst.dtype:
-        half = f" in {worst.dtype}" if is_half else ""
-        what = f"The update is lost{half}: {on} {worst.name} comes {worst.part:.0%} as far as in float32."
-    else:
-        name = worst.name or "The result of the step"
-        what = f"{name} is {worst.error:.1e} off from float32 {on}."
-    also = ", ".join(lag.name for lag in others[:4]) + (f" and {len(others) - 4} more" if others[4:] else "")
+def _of_states(runs: Runs, wrong: Sequence[Wrong]) -> Finding:
+    """Returns what some steps in half get wrong, and what mends it."""
+    worst, *others = wrong
+    names = [each.name for each in others]
+    also = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
     kept = _helpful(runs)
     advice = [f"To mend it: {runs.change(kept)}. Then it trains as in float32."] if kept else []
-    if is_half:
+    if worst.in_half:
         advice += [f"{'Or round' if kept else 'Round'} it with {MEMORY}."]
-    elif runs.program.has_float16 and not worst.part:
+    elif runs.program.has_float16 and worst.is_lost:
         advice += ["A hint: small gradients become zero in float16 if the loss is not scaled."]
-    return Finding("accuracy", what, f"Also lost or off: {also}." if also else "", " ".join(advice))
+    return Finding("accuracy", worst.what, f"Also lost or off: {also}." if also else "", " ".join(advice))
 
 
 def _helpful(runs: Runs) -> Sequence[Module]:
-    """Returns few modules or sources whose float32 mends a step and its training."""
-    is_near = lambda kept: Limits("gradients", HARM).allow(runs.keeping(kept))
-    trains = lambda kept: not (runs.training.has_state and runs.training.lags(kept))
-    return runs.few(lambda kept: not (is_near(kept) and trains(kept)), False) or ()
+    """Returns few modules or sources whose float32 mends a step and its states."""
+    is_far = lambda kept: not Limits("gradients", HARM).allow(runs.keeping(kept))
+    is_wrong = lambda kept: bool(runs.states.wrong(kept)) if runs.states else is_far(kept)
+    return runs.few(is_wrong, False) or ()
 
 
 def of_accuracy(nonfinite: NonfiniteReport | None, precision: PrecisionReport) -> Iterator[Finding]:

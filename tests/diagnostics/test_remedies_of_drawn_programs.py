@@ -135,7 +135,8 @@ def vector(tree):
 
 def error(found, exact):
     norm = np.linalg.norm
-    return max(abs(found[0] - exact[0]) / abs(exact[0]), norm(found[1] - exact[1]) / norm(exact[1]))
+    # A program whose half values are all arguments has no gradient.
+    return max(abs(found[0] - exact[0]) / abs(exact[0]), norm(found[1] - exact[1]) / (norm(exact[1]) or 1))
 
 
 @pytest.mark.cases(fast=4, slow=56)
@@ -157,4 +158,4 @@ def test_each_remedy_that_is_printed_mends_the_program_that_it_is_written_into(s
     for trial in report.remedies:
         found = error(outputs(*program.applied(trial), program.is_step), exact)
         said = max(trial.error.loss, trial.error.gradients)
-        assert found <= 2 * said + 2e-3, f"{program.source}{trial}: {found}\n{report}"
+        assert found <= 3 * said + 2e-3, f"{program.source}{trial}: {found}\n{report}"

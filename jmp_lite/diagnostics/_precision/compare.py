@@ -17,7 +17,7 @@ from .flags import FlaggedProgram
 from .groups import error_of, groups_of, rows_of, updated, worst_leaf
 from .modules import Module, in_words, scopes_for
 from .report import BY_HAND, HARM, LEAF, Difference, Limits, ModuleDifference, PrecisionReport
-from .training import Training
+from .states import States
 
 P = ParamSpec("P")
 M = TypeVar("M")
@@ -147,8 +147,8 @@ class Runs:
         return max(errors, key=lambda error: error.gradients)
 
     @functools.cached_property
-    def training(self) -> Training:
-        return Training(self.program, self._state)
+    def states(self) -> States:
+        return States(self.program, self._state)
 
     def in_bfloat16(self) -> Difference:
         return self._difference(self.program.in_bfloat16(self.scale))
