@@ -20,7 +20,16 @@ from ..programs._compile import compile_for
 from ..programs._program import Program
 from ..programs._read import read_program
 from ..programs._roofline import Roofline, roofline
-from ._findings import Finding, of_accuracy, of_all, of_aux, of_step, of_step_in_float32, of_values
+from ._findings import (
+    Finding,
+    of_accuracy,
+    of_all,
+    of_aux,
+    of_rounding,
+    of_step,
+    of_step_in_float32,
+    of_values,
+)
 from ._nonfinite.find import find
 from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import Runs, check_tolerance, report_of
@@ -111,6 +120,7 @@ class Diagnosis(Shown):
             nonfinite = None if self._is_sound else self.nonfinite
             findings += of_accuracy(nonfinite, self.precision)
             findings += of_aux(self._runs)
+            findings += [] if findings else of_rounding(self._runs)
         return of_all(findings, self.operations, self.roofline)
 
     @functools.cached_property
@@ -243,8 +253,8 @@ def doctor(
         value_and_grad_fn: as in `jmp_lite.value_and_grad`; None for a step.
         program: the result of `read_program` for your compiled step.
         device: as in `roofline`; None for no estimate.
-        tolerance: the error that is no fault, as in `compare_precision`; by default 0.1. Within it, counts of
-            small gradients are no fault either.
+        tolerance: the error that is no fault, as in `compare_precision`; by default 0.1, or twice the error
+            of casts by hand if that is more.
 
     Returns:
         A function of the arguments of `fun` that returns a `Diagnosis`. Call it outside `jit`. It takes a

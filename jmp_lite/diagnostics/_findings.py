@@ -19,7 +19,7 @@ from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import Runs
 from ._precision.modules import Module, is_of_library
 from ._precision.report import HARM, Limits, PrecisionReport
-from ._precision.states import Wrong
+from ._precision.states import Wrong, times
 from ._values.case import Case
 from ._values.reference import has_value
 from ._values.sites import Site, SiteKind
@@ -31,7 +31,7 @@ _CONSTANT = (
 )
 _LEAST_SHARE = 0.01  # Of the FLOPs: what is named as slow.
 MEMORY = "jmp.with_stochastic_rounding, or keep master weights with jmp.with_master_params"
-SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
+SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "precision", "speed")
 """The kinds of findings, worst first."""
 
 
@@ -40,7 +40,7 @@ class Finding:
     """One fault.
 
     Attributes:
-        severity: `not finite`, `accuracy` or `speed`.
+        severity: `not finite`, `accuracy`, `precision` or `speed`.
         what: the fault, in one sentence.
         where: the module and the line; empty for the whole step.
         advice: what to do, and what it brings.
@@ -200,10 +200,24 @@ def of_accuracy(nonfinite: NonfiniteReport | None, precision: PrecisionReport) -
         measure = precision.limits.measure
         leaf = lambda own: own.leaf if measure == "gradients" else 0.0
         error = lambda row: max(getattr(row.own, measure), leaf(row.own))
-        worst = [f"{row.module} {error(row):.1e} {' '.join(row.lines[:2])}" for row in precision.modules[:4]]
+        name = lambda row: "outside of all modules" if row.module == "/" else row.module
+        worst = [f"{name(row)} {error(row):.1e} {' '.join(row.lines[:2])}" for row in precision.modules[:4]]
         where = f"The relative error of the {measure} with one module alone in half: "
         where += ", ".join(map(str.strip, worst))
         yield Finding("accuracy", precision.summary(), where, precision.advice())
+
+
+def of_rounding(runs: Runs) -> Iterator[Finding]:
+    """Yields that the gradient is mostly rounding error, which no placement of casts mends."""
+    if not runs.is_rounding:
+        return
+    half, name = runs.keeping(()), runs.program.dtype.name
+    off = lambda error: f"{times(error.gradients)} off, cosine {error.cosine:.2f}"
+    what = f"In {name} this gradient is mostly rounding error ({off(half)}), with any placement of casts."
+    ran = f"Casts by hand around each matmul: {off(runs.by_hand)} at worst, here and at nearby parameters."
+    other = f"float16 with a loss scale: {off(runs.in_float16())}. " if name == "bfloat16" else ""
+    advice = f"{other}float32: 0 off. Near this optimum, train in float32."
+    yield Finding("precision", what, ran, advice)
 
 
 def _scale_finding(precision: PrecisionReport) -> Finding:

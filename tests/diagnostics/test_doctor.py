@@ -116,8 +116,8 @@ def test_an_update_that_is_lost_is_measured_by_how_far_it_comes():
     w = jnp.ones(8, jnp.float16)
     findings = lambda size: doctor(step, value_and_grad_fn=None, device=None)(w, jnp.full(8, size)).findings
     (lost,) = findings(1e-5)
-    said = "The update is lost in float16 for 100% of the elements of w that have one: they never move in 20 steps"
-    assert lost.what == f"{said} on this batch."
+    said = "The update is lost in float16 for 100% of the elements of w that have one: they never move"
+    assert lost.what == f"{said} in 20 steps on this batch."
     assert findings(1e-3) == ()
 
 

@@ -21,6 +21,8 @@ from .states import States
 
 P = ParamSpec("P")
 M = TypeVar("M")
+_COSINE = 0.5
+"""The cosine of a half gradient and that in float32 below which its direction is wrong."""
 _NUDGES = (0.0, 1e-3, -1e-3)  # The relative changes of the parameters at which casts by hand are measured.
 _UNSTABLE = 0.01  # A gradient that the last digits of the parameters change by more is rounding error.
 _SCALES = (DynamicLossScale.loss_scale, 2.0**8, 2.0**30)
@@ -141,10 +143,26 @@ class Runs:
     @functools.cached_property
     def by_hand(self) -> Difference:
         """The error of casts by hand, the largest for these parameters and others near."""
+        return max(self._near, key=lambda error: error.gradients)
+
+    @functools.cached_property
+    def _near(self) -> list[Difference]:
+        """The errors of casts by hand, for these parameters and others near."""
         # Near an optimum every gradient is mostly rounding error, so that one measurement says little.
         full = (self.program(None, 1.0, nudge) if nudge else self._full for nudge in _NUDGES)
-        errors = map(self._difference, self.program.by_hand(_NUDGES), full)
-        return max(errors, key=lambda error: error.gradients)
+        return list(map(self._difference, self.program.by_hand(_NUDGES), full))
+
+    @functools.cached_property
+    def is_rounding(self) -> bool:
+        """Whether the gradient is mostly rounding error, with casts by hand too, here and nearby."""
+        # Half precision still finds the way to a better point if one of the directions nearby is right.
+        is_lost = lambda error: error.gradients > 1 and error.cosine < _COSINE
+        return not self.program.is_step and is_lost(self.keeping(())) and all(map(is_lost, self._near))
+
+    def in_float16(self) -> Difference:
+        """Returns the error of casts by hand to the digits of float16, with the range of float32."""
+        (outputs,) = self.program.by_hand([0.0], jnp.float16)
+        return self._difference(outputs)
 
     @functools.cached_property
     def states(self) -> States:
@@ -302,6 +320,7 @@ def report_of(runs: Runs, tolerance: float | None) -> PrecisionReport:
         by_hand=vars(runs).get("by_hand"),  # None if no limit needed it: it compiles a program.
         rest=None if is_close else runs.keeping(program.modules),
         limits=limits,
+        is_rounding=is_close and runs.is_rounding,
     )
     if kept is None:
         return report

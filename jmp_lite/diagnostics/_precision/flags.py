@@ -137,9 +137,9 @@ class FlaggedProgram:
         reference = Reference({}, self._numbers, jnp.bfloat16)
         return self._compiled(reference)(self._program.at_scale(scale))[: self.floating]
 
-    def by_hand(self, nudges: Iterable[float]) -> Iterator[list[Array]]:
+    def by_hand(self, nudges: Iterable[float], dtype: Any = None) -> Iterator[list[Array]]:
         """Yields the outputs with casts by hand around each matmul, and everything else in float32."""
-        run = self._compiled(Reference({}, self._numbers, by_hand=True))
+        run = self._compiled(Reference({}, self._numbers, by_hand=self.dtype if dtype is None else dtype))
         return (run(self.arrays(1.0, nudge))[: self.floating] for nudge in nudges)
 
     def _compiled(self, reference: Reference) -> Callable[[list[Array]], list[Array]]:

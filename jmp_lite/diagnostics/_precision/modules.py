@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 
 from ..._autocast import AutocastOperation
 from .._values.case import gives_half
+from .._values.numbers import makes_half
 from .._values.reference import is_narrow
 
 _PACKAGE = str(pathlib.Path(__file__).parents[2])  # The casts of a policy are lines of this library.
@@ -77,7 +78,9 @@ def _own_module(
 ) -> Module:
     users = [operation for operation in operations if not is_of_library(operation.source)]
     casts = [each for each in users if gives_half(each) and not all(map(is_narrow, each.operands))]
-    lines = tuple(dict.fromkeys(operation.source for operation in casts or users))[:4]
+    # A cast to the dtype of another value, such as `x.astype(y.dtype)`, follows from that value.
+    named = [operation for operation in casts if makes_half(operation.source)]
+    lines = tuple(dict.fromkeys(operation.source for operation in named or casts or users))[:4]
     inside = name.removeprefix(f"{around}/")
     parts = inside.split("/")[1:]
     path = "/".join(parts[1:] if parts[:1] == ["params"] else parts)

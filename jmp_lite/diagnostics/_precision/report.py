@@ -128,6 +128,8 @@ class PrecisionReport(Shown):
         given_scale: the loss scale of the call; 1 if none was given.
         by_hand: the error of casts by hand around each matmul, on the same batch, with everything else in
             float32; None if it was not needed to judge the error.
+        is_rounding: whether the gradient is mostly rounding error with any placement of casts: off by more
+            than its own norm, with a cosine below 0.5, also with casts by hand and at nearby parameters.
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
@@ -151,6 +153,7 @@ class PrecisionReport(Shown):
     with_rules: Difference | None = None
     given_scale: float = 1.0
     by_hand: Difference | None = None
+    is_rounding: bool = False
 
     @property
     def is_close(self) -> bool:
@@ -183,6 +186,8 @@ class PrecisionReport(Shown):
         return f"{use} {self.unscaled}. {self._rules()}"
 
     def _rules(self) -> str:
+        if self.is_rounding:
+            return f"No rule helps: in {self.dtype} this gradient is mostly rounding error."
         if self.is_close:
             return "No rule is needed."
         if self.kept is None:

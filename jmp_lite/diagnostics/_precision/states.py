@@ -72,7 +72,7 @@ class States:
                 path = self._program.outputs[number]
                 name = f"result {path}" if path.isdigit() else path or "result"
                 what = f"The {name} of the step" if path.isdigit() or not path else path
-                yield Wrong(f"{what} is {_times(error)} off from float32 {_ON}.", error, name)
+                yield Wrong(f"{what} is {times(error)} off from float32 {_ON}.", error, name)
 
     def _of_states(self, half: Trained) -> Iterator[Wrong]:
         for number, own, full in zip(self._floating, half[1], self._in_float32[1]):
@@ -93,7 +93,7 @@ class States:
                     what = f"The update is lost in part: {name} comes {part:.0%} as far as in float32 {_ON}."
                 yield Wrong(what, max(share, 1 - part), name, in_half, share == 1)
             elif in_half and error > 1:
-                what = f"{name} in {dtype} ends {_times(error)} as far from float32 as it moves there {_ON}."
+                what = f"{name} in {dtype} ends {times(error)} as far from float32 as it moves there {_ON}."
                 yield Wrong(what, error, name, in_half)
 
     def _run(self, half: Collection[Module] | None) -> Trained:
@@ -111,7 +111,8 @@ class States:
 _ON = f"in {STEPS} steps on this batch"
 
 
-def _times(error: float) -> str:
+def times(error: float) -> str:
+    """Returns a relative error in words."""
     return f"{error:,.0f} times" if error >= 10 else f"{error:.2g} times" if error >= 2 else f"{error:.0%}"
 
 

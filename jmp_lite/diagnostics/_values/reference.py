@@ -67,8 +67,8 @@ class Reference:
     """Runs jaxprs in float32, or another dtype `wide`, where all flags of an equation are not on.
 
     `is_on` has a bool for each set of flags in the jaxprs, and `numbers` those that half precision rounds.
-    With `by_hand` it rounds the operands and the result of each half product to the digits of their dtypes,
-    as casts by hand around each matmul do, and keeps the range of float32.
+    With `by_hand` it rounds the operands and the result of each half product to the digits of this dtype, as
+    casts by hand around each matmul do, and keeps the range of float32.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Reference:
         is_on: Mapping[Flags, Array],
         numbers: Numbers = MappingProxyType({}),
         wide: Any = np.float32,
-        by_hand: bool = False,
+        by_hand: Any = None,
     ) -> None:
         self._is_on, self._numbers, self._wide, self._by_hand = is_on, numbers, np.dtype(wide), by_hand
 
@@ -189,7 +189,7 @@ class Reference:
         for value, var in zip(operands, equation.invars):
             # An operand that these flags have rounded already is not rounded twice.
             is_rounded = flags is not None and value.rounded is not None and value.rounded <= flags
-            is_rounded &= not self._by_hand
+            is_rounded &= self._by_hand is None
             taken.append(value.array if is_rounded else self._rounded(value.array, var, flags))
         (result,) = bind(equation, taken, **self._wide_params(equation))
         return [ReferenceValue(self._rounded(result, equation.outvars[0], flags), flags)]
@@ -197,8 +197,8 @@ class Reference:
     def _rounded(self, array: Array, var: Var, flags: Flags | None) -> Array:
         """Rounds an array to the dtype of a half variable if the flags are on, or by hand."""
         # With the 8 bits of the exponent of float32: by hand, the range is not that of half.
-        if self._by_hand and is_narrow(var):
-            return lax.reduce_precision(array, 8, jnp.finfo(var.aval.dtype).nmant)
+        if self._by_hand is not None and is_narrow(var):
+            return lax.reduce_precision(array, 8, jnp.finfo(self._by_hand).nmant)
         if not is_narrow(var) or flags not in self._is_on:
             return array
         # `lax.reduce_precision` would flush the subnormal numbers of float16 to zero, as XLA's implementation
