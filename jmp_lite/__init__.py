@@ -10,7 +10,6 @@ Half precision at rest: `with_half_state`, `with_stochastic_rounding`, `stochast
 Optimizers: `with_loss_scale`, or `skip_nonfinite` and `unscale`; their state is a `SkipNonfiniteState`.
 An old optimizer state under other settings: `migrate_state`.
 What the optimizer says: `get_loss_scale`, `grads_finite`, `get_metrics`, `raise_if_stuck`.
-A failed step in a file: `save_call`, `load_call`.
 Policies: `Policy`, `Rule`, `get_policy`, `half_dtype`, `cast_to_half`, `cast_to_full`, `cast_params`.
 Trees: `all_finite`, `select_tree`.
 
@@ -49,8 +48,6 @@ from ._scaling.migrate import migrate_state as migrate_state
 from ._scaling.optimizer import skip_nonfinite as skip_nonfinite
 from ._scaling.optimizer import unscale as unscale
 from ._scaling.optimizer import with_loss_scale as with_loss_scale
-from ._scaling.saved import load_call as load_call
-from ._scaling.saved import save_call as save_call
 from ._scaling.state import SkipNonfiniteState as SkipNonfiniteState
 from ._scaling.state import get_loss_scale as get_loss_scale
 from ._scaling.state import get_metrics as get_metrics

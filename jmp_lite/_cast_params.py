@@ -30,7 +30,7 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
 
     Raises:
         ValueError: a leaf has NaN or a number beyond the largest of its new dtype (65504 in float16), or too
-            many of its numbers become zero; or `max_flushed` is not between 0 and 1.
+            many of its numbers become zero; a rule matches no leaf; or `max_flushed` is not between 0 and 1.
         TypeError: `policy` is not a policy, or the call is under `jax.jit`.
 
     Examples:

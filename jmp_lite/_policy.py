@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._dtypes import DTypeLike, dtype_name, parse_dtype
-from ._paths import leaf_names, matches, nearest_paths, path_name
+from ._paths import matches, nearest_paths, path_name
 from ._text import Shown, aligned
 from ._tree import cast_floating, cast_leaf
 
@@ -98,7 +98,8 @@ class Policy(Shown):
         object.__setattr__(self, "rules", tuple(map(_as_rule, rule_pairs(self.rules))))
 
     def cast_to_param(self, x: T) -> T:
-        """Casts the floating leaves of the tree `x` to the parameter dtype."""
+        """Casts the floating leaves of the tree `x` to the parameter dtype, after `check_rules(x)`."""
+        self.check_rules(x)
         return self._cast(x, "param_dtype")
 
     def cast_to_compute(self, x: T) -> T:
@@ -152,7 +153,8 @@ class Policy(Shown):
             ...
             ValueError: The rule 'haed -> ...' matches no parameter. Nearest: 'head', 'head/kernel'.
         """
-        names = leaf_names(params)
+        leaves = jax.tree_util.tree_leaves_with_path(params) if self.rules else []
+        names = [name for path, _ in leaves for name in _names(params, path)]
         for rule in self.rules:
             if rule.optional or any(matches(rule.pattern, name) for name in names):
                 continue
@@ -164,9 +166,7 @@ class Policy(Shown):
             return cast_floating(tree, getattr(self, field))
 
         def cast(path: tuple[Any, ...], leaf: Any) -> Any:
-            # In the tuple `(params, x)`, "/head" means `params["head"]`: the index is no part of the name.
-            names = [path_name(path), *([path_name(path[1:])] if type(tree) is tuple else [])]
-            return cast_leaf(leaf, getattr(self._at_any(names), field))
+            return cast_leaf(leaf, getattr(self._at_any(_names(tree, path)), field))
 
         return jax.tree_util.tree_map_with_path(cast, tree)
 
@@ -261,6 +261,12 @@ def rule_pairs(rules: Any) -> list[Any]:
             f"rules= takes a mapping, such as {{'head': 'float32'}}, or a list of jmp.Rule. Got {rules!r}."
         )
     return list(rules)
+
+
+def _names(tree: Any, path: tuple[Any, ...]) -> list[str]:
+    """Returns the names by which a rule may select the leaf at `path`."""
+    # In the tuple `(params, x)`, "/head" means `params["head"]`: the index is no part of the name.
+    return [path_name(path), *([path_name(path[1:])] if type(tree) is tuple else [])]
 
 
 def _as_rule(rule: Any) -> Rule:

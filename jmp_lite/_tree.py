@@ -137,8 +137,8 @@ def select_tree(pred: Any, a: T, b: T) -> T:
         >>> jmp.select_tree(jnp.bool_(False), {"x": jnp.float32(1)}, {"x": jnp.float32(2)})
         {'x': Array(2., dtype=float32)}
     """
-    is_flag = jnp.ndim(pred) == 0 and jnp.result_type(pred) == jnp.bool_
-    assert is_flag, "expected boolean scalar"
+    if jnp.ndim(pred) != 0 or jnp.result_type(pred) != jnp.bool_:
+        raise AssertionError("expected boolean scalar")  # `python -O` drops an `assert`.
     pred = jnp.asarray(pred)
     # Not `jnp.where`, which promotes: state keeps its dtype, or there is an error.
     return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)

@@ -135,10 +135,17 @@ def test_o2_keeps_layers_named_normalization_in_float32_and_no_others():
 def test_a_rule_that_matches_nothing_is_an_error_that_names_the_nearest_path(pattern, nearest):
     params = {"head": {"kernel": jnp.ones(2)}, "stem": {"batch_norm": {"scale": jnp.ones(2)}}}
     policy = jmp.get_policy("f16").with_rules({pattern: "f32"})
-    with pytest.raises(ValueError, match=r"matches no parameter\. Nearest: ") as error:
-        policy.check_rules(params)
-    assert f"'{pattern} -> p=full,c=full,o=full'" in str(error.value)
-    assert nearest in str(error.value).split("Nearest: ")[1]
+    for refuse in (policy.check_rules, policy.cast_to_param, lambda params: jmp.cast_params(params, policy)):
+        with pytest.raises(ValueError, match=r"matches no parameter\. Nearest: ") as error:
+            refuse(params)
+        assert f"'{pattern} -> p=full,c=full,o=full'" in str(error.value)
+        assert nearest in str(error.value).split("Nearest: ")[1]
+
+
+def test_a_rule_from_the_root_matches_within_a_tuple():
+    params = ({"head": jnp.ones(2), "body": jnp.ones(2)}, jnp.int32(0))
+    cast, _ = jmp.get_policy("f16; /head -> f32").cast_to_param(params)
+    assert (cast["head"].dtype, cast["body"].dtype) == (F32, F16)
 
 
 def test_check_rules_lists_paths_even_where_none_is_near():

@@ -1,5 +1,8 @@
 """Casting and selecting: which leaves, which bits."""
 
+import subprocess
+import sys
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -128,6 +131,13 @@ def test_a_predicate_that_is_no_boolean_scalar_is_the_assertion_of_jmp():
     for pred in (jnp.ones(1, bool), jnp.int32(1), 1, jnp.float32(1), np.ones((1, 1), bool)):
         with pytest.raises(AssertionError, match="expected boolean scalar"):
             jmp_lite.select_tree(pred, None, None)
+
+
+@pytest.mark.slow
+def test_the_predicate_is_checked_by_an_optimized_python_too():
+    code = "import jmp_lite, jax.numpy as jnp; jmp_lite.select_tree(jnp.ones(1, bool), None, None)"
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=120)
+    assert "AssertionError: expected boolean scalar" in done.stderr
 
 
 def test_nothing_is_broadcast_or_promoted():

@@ -184,9 +184,8 @@ class WithPolicy(nn.Module):
                 output = getattr(module, method)(*args, **kwargs)
             # Flax has made the parameters in float32, or in the `param_dtype` of a layer.
             if module.is_initializing():
-                params = module.variables.get("params", {})
-                self.policy.check_rules(params)
-                for name, value in self.policy.cast_to_param(params).items():
+                params = self.policy.cast_to_param(module.variables.get("params", {}))
+                for name, value in params.items():
                     module.put_variable("params", name, value)
             return output
 

@@ -99,7 +99,6 @@ def with_policy(model: M, policy: Policy, *, reduce_dtype: DTypeLike | None = No
     model = nnx.clone(model)
     # A tree of arrays, whose paths have no `value` of a variable at their end.
     params = nnx.as_pure(nnx.state(model, nnx.Param))
-    policy.check_rules(params)
     nnx.update(model, policy.cast_to_param(params))
     modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     settled = tuple(f"{path}/" for path, module in modules.items() if hasattr(module, _SETTING))

@@ -37,7 +37,8 @@ def with_master_params(
         tx = jmp.with_loss_scale(jmp.with_master_params(optax.adamw(3e-4)))
 
     If a parameter differs from its rounded master, because you have loaded, averaged or clipped weights, the
-    optimizer goes on from the parameter.
+    optimizer goes on from the parameter. While a master is beyond the largest number of the half dtype, 65504
+    in float16, the parameter is this number.
 
     Args:
         inner: an optax transform, or an `optax.MultiSteps`, which then accumulates in float32.
@@ -124,7 +125,8 @@ def with_stochastic_rounding(
     Returns:
         A transform, whose `update` needs the parameters. Its updates of half parameters are float32, and
         `optax.apply_updates(params, updates)` gives the sum of parameter and inner update, rounded by
-        `stochastic_round`. Parameters of float32 and float64 are not rounded.
+        `stochastic_round`, and at most the largest number of its dtype. Parameters of float32 and float64
+        are not rounded.
 
     Raises:
         TypeError: `inner` is not an optax transform, or `key` is not a key; from `init`, the parameters are
@@ -184,9 +186,10 @@ def _rounding_updates(
     updates = structure.flatten_up_to(changes)
     for index, (param, new_param) in enumerate(zip(leaves, structure.flatten_up_to(new), strict=True)):
         if is_half(param):
-            updates[index] = rounding.update_to(
-                param, rounding.round_leaf(new_param, param.dtype, key_of(param), index)
-            )
+            # From inf no update leads back to a number.
+            new_param = rounding.within(new_param, param.dtype)
+            rounded = rounding.round_leaf(new_param, param.dtype, key_of(param), index)
+            updates[index] = rounding.update_to(param, rounded)
     return structure.unflatten(updates)
 
 
@@ -201,7 +204,8 @@ def full_params(params: Any, masters: Any) -> Any:
             return param
         # Not a cast: XLA may drop a cast to half and back (https://github.com/jax-ml/jax/issues/6283), as it
         # does on GPUs (https://github.com/openxla/xla/issues/41605). Every parameter would then look changed.
-        unchanged = rounding.round_to(master, param.dtype) == param.astype(jnp.float32)
+        rounded = rounding.round_to(rounding.within(master, param.dtype), param.dtype)
+        unchanged = rounded == param.astype(jnp.float32)
         # By element, since a user may have clipped or averaged some of them.
         return jnp.where(unchanged, master, param.astype(jnp.float32))
 

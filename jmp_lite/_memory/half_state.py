@@ -10,13 +10,11 @@ import optax
 
 from .._dtypes import DTypeLike, parse_dtype
 from .._jaxpr import dependence
-from .._paths import as_patterns, leaf_names, matches, named_leaves, nearest_paths, path_name
+from .._paths import as_patterns, matches, named_leaves, nearest_paths, path_name
 from .._tree import at_least_float32, cast_leaf, has_dtype, is_half, nodes_of
 from .half_params import MasterParamsState
 from .rounding import AxisName, first_key, key_of_shard, next_key, round_leaf
-from .wrapper import MIGRATE, Transform, as_transform, check_update, differentiated
-
-_FEW = 1024  # Elements. A smaller array rests in half only if it belongs to a parameter.
+from .wrapper import MIGRATE, Transform, as_transform, check_update
 
 
 class HalfState(NamedTuple):
@@ -37,10 +35,11 @@ def with_half_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps an optimizer's floating state in bfloat16: widened for the update, then rounded stochastically.
 
-    AdamW's two moments then need 4 bytes for each parameter instead of 8. Scalars keep their dtype, and so do
-    vectors of a few numbers that belong to no parameter (`optax.contrib.muon`), and arrays that `init` makes
-    from the values of the parameters (`optax.contrib.mechanize`, `prodigy`, `schedule_free`): bfloat16 would
-    round away how far the parameters have moved from them.
+    AdamW's two moments then need 4 bytes for each parameter instead of 8. Only float32 arrays rest in
+    bfloat16. Scalars stay float32, and so do arrays whose shape does not follow that of the parameters, such
+    as the coefficients of `optax.contrib.muon`, and arrays that `init` makes of the values of the parameters
+    (`optax.contrib.mechanize`, `prodigy`, `schedule_free`): bfloat16 would round away how far the parameters
+    have moved from them.
 
     The state is rounded back with `stochastic_round`, so that means are right on average. Rounded to nearest,
     Adam's second moment would not decay: 0.999 times a bfloat16 number rounds to the same number. After one
@@ -141,14 +140,21 @@ def _read_init(init: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
     traced, shapes = jax.make_jaxpr(init, return_shape=True)(params)
     # The jaxpr shows which arrays are made from the values of the parameters. The values cannot show it: a
     # bias of zeros equals its moment, and there are no values inside `jit`.
-    # The path of a moment, such as `mu/head/kernel`, ends with the name of a parameter.
-    names = leaf_names(differentiated(params))
-    of_parameter = lambda path: any(not name or f"/{path}".endswith(f"/{name}") for name in names)
-    may_rest = []
-    for (path, leaf), params_read in zip(named_leaves(shapes), dependence(traced), strict=True):
-        is_state = _is_floating_array(leaf) and not params_read
-        may_rest.append(is_state and (leaf.size > _FEW or of_parameter(path)))
+    # A moment is as large as its parameter, and grows with the parameters. Scalars and coefficients do not.
+    larger = jax.eval_shape(init, jax.tree.map(_twice_as_large, params))
+    shape_of = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(larger)}
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    may_rest = [
+        has_dtype(leaf, jnp.float32) and not params_read and leaf.shape != shape_of.get(path)
+        for (path, leaf), params_read in zip(leaves, dependence(traced), strict=True)
+    ]
     return shapes, jax.tree.unflatten(jax.tree.structure(shapes), may_rest)
+
+
+def _twice_as_large(leaf: Any) -> Any:
+    """Returns the shape of an array that is twice as long along each axis, which no `reshape` minds."""
+    shape = tuple(2 * size for size in np.shape(leaf))
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf))
 
 
 def _check_settings(
@@ -181,11 +187,6 @@ def _check_settings(
             )
 
 
-def _is_floating_array(leaf: Any) -> bool:
-    """Whether a leaf is a floating array and no scalar, as a loss scale is."""
-    return has_dtype(leaf, jnp.floating) and np.ndim(leaf) > 0
-
-
 def _checked_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns the dtype in which the state rests: bfloat16 or float32; others raise an error."""
     target = parse_dtype(dtype)
@@ -202,7 +203,7 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
 
 def _check_patterns_match(patterns: tuple[str, ...], state: Any) -> None:
     """Raises a ValueError if a pattern matches no leaf of `state` that could rest in half precision."""
-    names = [name for name, leaf in named_leaves(state) if _is_floating_array(leaf)]
+    names = [name for name, leaf in named_leaves(state) if has_dtype(leaf, jnp.floating) and leaf.ndim]
     # `optax.tree_map_params` calls `init` with a placeholder that has no arrays:
     # https://github.com/google-deepmind/optax/blob/v0.2.8/optax/tree_utils/_state_utils.py#L144.
     if not names:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._paths import named_leaves, path_name
-from .._tree import cast_leaf, has_dtype, is_half, nodes_of, without_nnx_variables
+from .._tree import cast_leaf, has_dtype, is_half, is_traced, nodes_of, without_nnx_variables
 from .half_params import MasterParamsState, full_params, is_master_state
 from .placing import placed_like
 from .rounding import round_to
@@ -72,7 +72,8 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[S, T]:
         `optimizer.opt_state` with `nnx.update`.
 
     Raises:
-        ValueError: as in `get_master_params`, or the leaves or shapes of `values` are not those of `params`.
+        ValueError: as in `get_master_params`; the leaves or shapes of `values` are not those of `params`; or,
+            outside of `jax.jit`, a half parameter would get NaN or a number beyond the largest of its dtype.
 
     Examples:
         >>> params = {"w": jnp.zeros((), jnp.float16)}
@@ -92,6 +93,15 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[S, T]:
         value = jnp.asarray(value)
         return placed_like(round_to(value, old.dtype) if is_half(old) else value, old)
 
+    new_params = jax.tree.map(param, params, values)
+    for name, new in named_leaves(new_params):
+        if is_half(new) and not is_traced(new) and not jnp.isfinite(new).all():
+            raise ValueError(
+                f"set_master_params: the value of {name!r} has NaN or a number beyond "
+                f"{float(jnp.finfo(new.dtype).max):.6g}, the largest number of {new.dtype}. Keep this "
+                "parameter in float32, with a rule of the policy."
+            )
+
     def with_values(state: Any) -> Any:
         if not is_master_state(state):
             return state
@@ -100,7 +110,7 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[S, T]:
         return MasterParamsState(jax.tree_util.tree_map_with_path(place, state.masters), state.inner_state)
 
     new_state = jax.tree.map(with_values, opt_state, is_leaf=is_master_state)
-    return new_state, jax.tree.map(param, params, values)
+    return new_state, new_params
 
 
 def _masters_by_path(opt_state: Any, params: Any) -> dict[str, jax.Array]:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._tree import is_key
+
 
 def misfit(old: Any, new: Any) -> str | None:
     """Returns, for an error, why the value `old` does not fit into the place of the array `new`, or None."""
@@ -32,10 +34,10 @@ def placed_like(value: Any, old: Any) -> Any:
     """Returns a copy of `value` with the dtype and the devices of `old`, which may be a Python number."""
     if not hasattr(old, "dtype"):
         return value
-    if _is_committed(value) and len(value.sharding.device_set) == 1 and not _is_committed(old):
-        # JAX would not combine an array that Orbax committed to one device with arrays on another:
+    if _is_committed(value) and not _is_committed(old):
+        # JAX would not combine an array that was committed to some devices with arrays on others:
         # https://docs.jax.dev/en/latest/_autosummary/jax.Array.committed.html.
-        value = np.asarray(value)
+        value = _uncommitted(value)
     value = jnp.array(value, old.dtype, copy=True)
     # `jax.device_put` commits an array to its devices, and a jitted step would compile again for it:
     # https://github.com/jax-ml/jax/issues/15924.
@@ -45,3 +47,13 @@ def placed_like(value: Any, old: Any) -> Any:
 def _is_committed(array: Any) -> bool:
     """Whether an array is committed to its devices. A traced or NumPy array is not."""
     return getattr(array, "sharding", None) is not None and array.committed
+
+
+def _uncommitted(array: jax.Array) -> Any:
+    """Returns an array that is committed to no device, or the same if it is divided among processes."""
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        return array
+    if not is_key(array):
+        return np.asarray(array)
+    data = jnp.asarray(np.asarray(jax.random.key_data(array)))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))

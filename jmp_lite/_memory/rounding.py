@@ -84,6 +84,12 @@ def round_to(x: jax.Array, dtype: np.dtype, bits: jax.Array | None = None) -> ja
     return (_drop_bits if has_float32_exponent else _round_on_grid)(x.astype(jnp.float32), dtype, bits)
 
 
+def within(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns `x` with the largest number of `dtype` in place of finite numbers beyond it."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+
+
 def _drop_bits(x: jax.Array, dtype: np.dtype, bits: jax.Array | None) -> jax.Array:
     """`round_to` for a dtype with the exponent of float32: its numbers are float32 without the last bits."""
     # Adds a number between 0 and all dropped bits, then cuts these bits off. A carry into the exponent is

@@ -90,12 +90,8 @@ def _check_shapes(made_by: str, given: dict[str, Any], known: dict[str, Any], ki
     """Raises a ValueError if a gradient has no parameter, or another shape, which JAX would broadcast."""
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"{made_by}: The {kind}s have leaves that are no parameters: {unknown[:4]}.")
-    is_gradient = kind == "gradient"
-    do = (
-        "Give the gradients of these parameters."
-        if is_gradient
-        else "The optimizer inside has changed its shape."
-    )
+    is_update = kind == "update"
+    do = "The optimizer inside has changed it." if is_update else "Give the gradients of these parameters."
     for name, shape in given.items():
         if shape != known[name]:
             raise ValueError(

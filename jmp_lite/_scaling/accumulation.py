@@ -27,36 +27,45 @@ def restart_accumulation(new: Any, carried: Any) -> Any:
 
 
 def check_accumulation(transform: optax.GradientTransformation, params: Any, state: Any) -> None:
-    """Raises a ValueError if an `optax.MultiSteps` takes fewer micro-batches than it has accumulated."""
-    count = lambda state: [
-        (node.mini_step, node.gradient_step) for node in nodes_of(state, optax.MultiStepsState)
-    ]
-    before = count(state)
+    """Raises a ValueError if an `optax.MultiSteps` may not go on from what it has accumulated."""
+    before = nodes_of(state, optax.MultiStepsState)
+    minis = [node.mini_step for node in before]
     # Counters that are traced or batched cannot be read, and without a micro-batch nothing can be lost.
-    if any(is_traced(mini) or np.ndim(mini) for mini, _ in before) or not any(
-        int(mini) for mini, _ in before
-    ):
+    if any(is_traced(mini) or np.ndim(mini) for mini in minis) or not any(map(int, minis)):
         return
 
-    # No state holds `every_k_schedule`. What `update` makes of the counters shows it. XLA removes all else.
+    # No state holds `every_k_schedule` or `use_grad_mean`: `update` shows them. XLA removes all else.
     @jax.jit
-    def after(params: Any, state: Any) -> Any:
-        return count(transform.update(jax.tree.map(jnp.zeros_like, params), state, params)[1])
+    def after(params: Any, state: Any) -> list[tuple[Any, Any, Any]]:
+        _, new = transform.update(jax.tree.map(jnp.zeros_like, params), state, params)
+        nodes = nodes_of(new, optax.MultiStepsState)
+        return [(node.mini_step, node.gradient_step, optax.tree.sum(node.acc_grads)) for node in nodes]
 
     try:
         counted = after(params, state)
+        # The first micro-batch replaces ones in a mean, and is added to them in a sum.
+        probed = after(params, jax.tree.map(_ones, state, is_leaf=_is_accumulation))
     except Exception:  # It needs extra arguments. Then it cannot be told.
         return
-    # An `optax.MultiSteps` counts one micro-batch more, or ends the accumulation and counts a step. If it
-    # does neither, it takes fewer micro-batches than there are already.
-    for (mini, step), (next_mini, next_step) in zip(before, counted, strict=True):
-        if int(mini) and int(next_mini) != int(mini) + 1 and int(next_step) == int(step):
+    for old, (mini, step, _), (_, _, total) in zip(before, counted, probed, strict=True):
+        # An `optax.MultiSteps` counts one micro-batch more, or ends the accumulation and counts a step. If it
+        # does neither, it takes fewer micro-batches than there are already.
+        why = "has use_grad_mean=False, and the old one may have taken the mean, which no state shows"
+        if fewer := int(mini) != int(old.mini_step) + 1 and int(step) == int(old.gradient_step):
+            why = "takes fewer for a step, so that the next step would be too large or lose some of them"
+        if int(old.mini_step) and (fewer or total):
             raise ValueError(
-                f"migrate_state: {int(mini)} micro-batches have been accumulated, and the optax.MultiSteps "
-                "of tx takes fewer for a step, so that the next step would be too large or lose some of "
-                "them. Finish the accumulation with the old every_k_schedule, or drop it: set mini_step to 0 "
-                "and acc_grads to zeros in the old state."
+                f"migrate_state: {int(old.mini_step)} micro-batches have been accumulated, and the "
+                f"optax.MultiSteps of tx {why}. Finish the accumulation with the old settings, or drop it: "
+                "set mini_step to 0 and acc_grads to zeros in the old state."
             )
+
+
+def _ones(node: Any) -> Any:
+    """Returns an accumulation of ones before its first micro-batch, and any other node as it is."""
+    if not _is_accumulation(node):
+        return node
+    return node._replace(mini_step=0 * node.mini_step, acc_grads=jax.tree.map(jnp.ones_like, node.acc_grads))
 
 
 def _is_accumulation(node: Any) -> bool:

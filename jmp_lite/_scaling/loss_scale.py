@@ -18,8 +18,8 @@ import numpy as np
 from .._paths import shown
 from .._text import Shown, fields_table
 from .._tree import STATIC, at_least_float32, has_dtype, register_state, replace_leaves
-from . import serialization
 from .scalars import LARGEST, SMALLEST, float32_scale, int32_count, is_number, number, whole_number
+from .serialization import Saved
 
 T = TypeVar("T")
 
@@ -78,16 +78,13 @@ def as_loss_scale(value: Any) -> LossScale | None:
 
 @register_state
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale:
+class NoOpLossScale(Saved):
     """A scale of 1 that changes nothing, for float32 and bfloat16, whose range needs no scaling.
 
     Examples:
         >>> jmp.NoOpLossScale().scale(jnp.float16(3)).dtype
         dtype('float16')
     """
-
-    def __post_init__(self) -> None:
-        serialization.register(type(self))
 
     @property
     def loss_scale(self) -> np.float32:
@@ -108,7 +105,7 @@ class NoOpLossScale:
         return self
 
 
-class _Scaling(Shown):
+class _Scaling(Saved, Shown):
     """`scale` and `unscale` by `self.loss_scale`, for the scales that have one."""
 
     loss_scale: Any
@@ -179,7 +176,6 @@ class StaticLossScale(_Scaling):
     loss_scale: Any
 
     def __post_init__(self) -> None:
-        serialization.register(type(self))
         object.__setattr__(self, "loss_scale", float32_scale("loss_scale", self.loss_scale))
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
@@ -240,7 +236,6 @@ class DynamicLossScale(_Scaling):
     hysteresis_left: Any = None
 
     def __post_init__(self) -> None:
-        serialization.register(type(self))
         for name in ("loss_scale", "min_loss_scale"):
             if type(value := getattr(self, name)) is int or has_dtype(value, jnp.integer):
                 # As in jmp. The frames are this method, the generated `__init__` and the caller.

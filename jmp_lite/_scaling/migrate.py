@@ -54,7 +54,7 @@ def migrate_state(
     Raises:
         ValueError: the old state lacks an array, or has an array, a master or a wrapper that `tx` lacks; an
             array has another shape or kind, or 64 bits where `tx` has 32; a live state has another class or
-            `name=`; or an `optax.MultiSteps` takes fewer micro-batches than have been accumulated.
+            `name=`; or an `optax.MultiSteps` takes fewer micro-batches than were accumulated, or sums them.
         TypeError: `tx` is not an optax transform, or the parameters or the old state are shapes.
 
     Examples:

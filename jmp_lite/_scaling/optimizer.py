@@ -72,9 +72,8 @@ def skip_nonfinite(
     arguments, or a number that `inner` changed in its state is inf or NaN. Without extra arguments, an
     infinite update that `inner` makes of finite gradients is applied.
 
-    A transform that is chained after this one runs on skipped steps too, with updates of minus zero, so that
-    weight decay would move the parameters. Put it inside, or use `select_tree` on the results. Donated
-    buffers stay in place.
+    Put other transforms inside. One that is chained after this one runs on skipped steps too, with updates of
+    minus zero. Donated buffers stay in place.
 
     Args:
         inner: an optax transform, or an `optax.MultiSteps`, which then drops a non-finite micro-batch and
@@ -95,11 +94,10 @@ def skip_nonfinite(
         as batch statistics, use `select_tree(grads_finite(opt_state), new, old)`.
 
     Raises:
-        ValueError, TypeError: `inner` is not an optax transform, `clip_norm` is not a number above 0, or
-            `clip_norm` was given and `inner` holds `optax.MultiSteps`; from `init`, the parameters are
-            shapes; from `update`, the state is not that of this transform and its settings, a gradient
-            belongs to no parameter or has another shape, or `loss_scale=` was given and no `unscale()`
-            divides by it.
+        ValueError, TypeError: `inner` is not an optax transform, `clip_norm` is not a number above 0; from
+            `init`, the parameters are shapes, or `clip_norm` was given and `inner` holds `optax.MultiSteps`;
+            from `update`, the state is not that of this transform and its settings, a gradient belongs to no
+            parameter or has another shape, or `loss_scale=` was given and no `unscale()` divides by it.
 
     Examples:
         >>> tx = jmp.skip_nonfinite(optax.sgd(1.0))

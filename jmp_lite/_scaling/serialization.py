@@ -1,22 +1,33 @@
-"""Registers the state classes of this package with `flax.serialization`, if the program has imported it."""
+"""Registers the state classes of this package with `flax.serialization`, if Flax is installed."""
 
 import dataclasses
-import sys
-from typing import Any
+import functools
+import importlib
+from typing import Any, Self
 
 import numpy as np
 
 from .._tree import is_floating, is_traced, replace_leaves
 
 
-def register(cls: type) -> None:
-    """Registers a state class with `flax.serialization`, if the program has imported that."""
-    # Flax saves containers, its own classes, and registered classes: without this, the bytes of a train state
-    # would lack the loss scale. A state calls it when it is made, and not when its class is defined, so that
-    # Flax may be imported later; this package does not import it.
-    serialization: Any = sys.modules.get("flax.serialization")
-    register_with_flax = getattr(serialization, "register_serialization_state", None)
-    if register_with_flax is None:  # Not imported, or being imported right now.
+class Saved:
+    """The base class of states that `flax.serialization` saves."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        del args, kwargs
+        # Flax saves containers, its own classes, and registered classes: without this, the bytes of a train
+        # state would lack the loss scale. Python calls it for a new state and for one that is unpickled.
+        _register(cls)
+        return super().__new__(cls)
+
+
+@functools.cache
+def _register(cls: type) -> None:
+    """Registers a state class with `flax.serialization`."""
+    # Flax is imported with the first state, not with this package, which does not need it.
+    try:
+        serialization: Any = importlib.import_module("flax.serialization")
+    except Exception:  # It is not installed, or does not run with this JAX.
         return
     names = [field.name for field in dataclasses.fields(cls) if not field.metadata.get("static")]
 
@@ -33,9 +44,7 @@ def register(cls: type) -> None:
                 changes[name] = serialization.from_state_dict(target, value, name=name)
         return replace_leaves(state, **changes)
 
-    # Each new state registers its class again, which is an error without `override`:
-    # https://github.com/google/flax/blob/v0.12.8/flax/serialization.py#L135.
-    register_with_flax(cls, to_state_dict, from_state_dict, override=True)
+    serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
 
 
 def _check(state: Any, saved: Any, names: list[str]) -> None:

@@ -13,7 +13,7 @@ from jax import lax
 
 from .._memory.half_params import init_for_masters
 from .._memory.wrapper import MIGRATE, Transform, as_transform, check_update, differentiated
-from .._paths import leaf_names, shown_difference
+from .._paths import leaf_names, named_leaves, shown_difference
 from .._tree import (
     at_least_float32,
     has_dtype,
@@ -26,7 +26,7 @@ from .._tree import (
 from .finite import agree, all_finite, leaves_finite
 from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, as_loss_scale
 from .norm import clip, squared_norms
-from .scalars import number
+from .scalars import LARGEST, number
 from .state import LeafNames, SkipNonfiniteState, count
 
 
@@ -51,8 +51,6 @@ class Skipping:
         if clip_norm is not None and not 0 < clip_norm < math.inf:
             raise ValueError(f"clip_norm should be above 0 and finite. Got {clip_norm}.")
         inner = as_transform(self.made_by, self.inner)
-        if clip_norm is not None and isinstance(self.inner, optax.MultiSteps):
-            raise self._clips_micro_batches()
         settings = dataclasses.replace(self, inner=inner, clip_norm=clip_norm)
         update: Any = settings.update  # With types of its own, which optax's protocol does not have.
         return Transform(settings.init, update)
@@ -62,7 +60,12 @@ class Skipping:
         inner_state = init_for_masters(self.inner, params)
         self._check_inner(inner_state)
         if self.clip_norm is not None and nodes_of(inner_state, optax.MultiStepsState):
-            raise self._clips_micro_batches()
+            raise ValueError(
+                f"{self.made_by}: clip_norm={self.clip_norm:g} around optax.MultiSteps would clip each "
+                "micro-batch. Leave clip_norm out, and clip the accumulated gradients: "
+                f"optax.MultiSteps(optax.chain(optax.clip_by_global_norm({self.clip_norm:g}), "
+                "optax.adamw(3e-4)), every_k_schedule=4)."
+            )
         return SkipNonfiniteState(
             inner_state=inner_state,
             # Copied, so that donating the state does not delete the caller's scale.
@@ -95,7 +98,8 @@ class Skipping:
             inner_state=new_inner,
             loss_scale=None if self.loss_scale is None else state.loss_scale.adjust(finite),
             leaf_finite=flags,
-            grad_norm=None if norm is None else norm.astype(jnp.float32),  # Of float64 gradients too.
+            # Of float64 gradients too. Finite, so that a skipped step does not raise under JAX_DEBUG_NANS.
+            grad_norm=None if norm is None else jnp.nan_to_num(norm.astype(jnp.float32), nan=LARGEST),
             counts=count(state.counts, finite),
             leaf_names=LeafNames(names),
             name=state.name,
@@ -120,19 +124,11 @@ class Skipping:
     def _check_state(self, state: Any, params: Any) -> None:
         """Raises an error if `state` is not one of this transform and its settings."""
         check_update(self.made_by, SkipNonfiniteState, state, params)
-        theirs = _described(state.loss_scale, state.grad_norm is not None)
-        if theirs != (mine := _described(self.loss_scale, self.clip_norm is not None)):
+        theirs = _described(state.loss_scale, state.grad_norm is not None, state.name)
+        if theirs != (mine := _described(self.loss_scale, self.clip_norm is not None, self.name)):
             raise ValueError(
                 f"{self.made_by}: update was given a state of {theirs}. This optimizer is {mine}. {MIGRATE}"
             )
-
-    def _clips_micro_batches(self) -> ValueError:
-        return ValueError(
-            f"{self.made_by}: clip_norm={self.clip_norm:g} around optax.MultiSteps would clip each "
-            "micro-batch. Leave clip_norm out, and clip the accumulated gradients: "
-            f"optax.MultiSteps(optax.chain(optax.clip_by_global_norm({self.clip_norm:g}), "
-            "optax.adamw(3e-4)), every_k_schedule=4)."
-        )
 
     def _check_loss_scale(self, state: SkipNonfiniteState, extra_args: dict[str, Any]) -> None:
         """Raises a TypeError if `update` was given a loss scale by which nothing divides."""
@@ -243,11 +239,18 @@ def _minus_zero(update: Any) -> Any:
 
 
 def _check_structure(new: Any, old: Any) -> None:
+    """Raises a ValueError if `update` has changed the structure of a state, or the shape of an array."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
             "The optimizer's update returned a state of another structure than it was given. Of these two: "
             f"{shown_difference(new, old)}."
         )
+    for (name, leaf), given in zip(named_leaves(new), jax.tree.leaves(old), strict=True):
+        if jnp.shape(leaf) != jnp.shape(given):
+            raise ValueError(
+                f"The array {name} has the shape {jnp.shape(given)} in the state and {jnp.shape(leaf)} after "
+                "the update. Give the state of these parameters, tx.init(params)."
+            )
 
 
 def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
@@ -281,13 +284,11 @@ def _in_order(flags: jax.Array, paths: tuple[str, ...], names: tuple[str, ...]) 
     return jnp.stack([by_name.get(name, jnp.asarray(True)) for name in names])
 
 
-def _described(scale: Any, clips: bool) -> str:
-    """Returns a wrapper with its settings that are not the default, for a comparison and an error.
-
-    Of a user's own scale it is the class. Its structure may change.
-    """
+def _described(scale: Any, clips: bool, name: str | None) -> str:
+    """Returns a wrapper with its settings that are not the default; of a user's own scale, the class."""
     fields = dataclasses.fields(scale) if isinstance(scale, DynamicLossScale) else ()
     settings = [(f, getattr(scale, f.name)) for f in fields if f.metadata.get("static")]
     changed = ", ".join(f"{f.name}={value}" for f, value in settings if value != f.default)
     wrapper = "skip_nonfinite" if scale is None else f"with_loss_scale, {type(scale).__name__}({changed}),"
-    return f"{wrapper} {'with' if clips else 'without'} clip_norm"
+    named = "" if name is None else f", named {name!r}"
+    return f"{wrapper} {'with' if clips else 'without'} clip_norm{named}"

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._tree import STATIC, nodes_of, register_state, replace_leaves, without_nnx_variables
-from . import serialization
 from .loss_scale import LossScale
+from .order import check_order
+from .scalars import LARGEST
+from .serialization import Saved
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,15 +37,15 @@ class LeafNames:
 
 @register_state
 @dataclasses.dataclass(frozen=True)
-class SkipNonfiniteState:
+class SkipNonfiniteState(Saved):
     """The state of `skip_nonfinite` and `with_loss_scale`, which `get_loss_scale` and `get_metrics` read.
 
     Attributes:
         inner_state: the state of the wrapped transform.
         loss_scale: the loss scale; None for `skip_nonfinite`.
         leaf_finite: whether each gradient of the last step was finite, shape `(len(leaf_names),)`, bool.
-        grad_norm: the global norm of the last step's gradients before the clip, shape `()`, float32; None
-            without `clip_norm`.
+        grad_norm: the global norm of the last step's gradients before the clip, shape `()`, float32; the
+            largest number if it is not finite; None without `clip_norm`.
         counts: shape `(3,)`, int32: all steps, the skipped steps, and the steps skipped since the last step
             that was taken. They end at `2**31 - 1`, and are one array because a GPU needs a kernel for each.
         leaf_names: the paths of the parameters, in the order of `leaf_finite`.
@@ -63,9 +65,6 @@ class SkipNonfiniteState:
     leaf_names: LeafNames = dataclasses.field(metadata=STATIC)
     name: str | None = dataclasses.field(metadata=STATIC)
 
-    def __post_init__(self) -> None:
-        serialization.register(type(self))
-
 
 def count(counts: jax.Array, finite: jax.Array) -> jax.Array:
     """Returns the `counts` of a `SkipNonfiniteState` after one more step, taken if `finite`."""
@@ -81,21 +80,22 @@ def get_loss_scale(opt_state: Any, name: str | None = None) -> LossScale:
 
     Args:
         opt_state: an optimizer state, or a tree with one at any depth: a chain, `optax.masked`,
-            `optax.MultiSteps`, `optax.inject_hyperparams`, `optax.multi_transform`, a Flax `TrainState`, an
-            `nnx.Optimizer`.
+            `optax.inject_hyperparams`, `optax.multi_transform`, a Flax `TrainState`, an `nnx.Optimizer`.
         name: the name given to `with_loss_scale`, which is needed if the tree has more than one.
 
     Returns:
         The scale for this step's loss.
 
     Raises:
-        ValueError: the tree has no loss scale, or more than one to choose from.
+        ValueError: the tree has no loss scale, or more than one to choose from; or a transform around
+            `with_loss_scale` or in front of it, such as `optax.MultiSteps`, hides an overflow from it.
 
     Examples:
         >>> opt_state = jmp.with_loss_scale(optax.adamw(3e-4)).init(jnp.ones(2))
         >>> float(jmp.get_loss_scale(opt_state).loss_scale)
         32768.0
     """
+    check_order(opt_state, SkipNonfiniteState)
     states = [state for state in nodes_of(opt_state, SkipNonfiniteState) if state.loss_scale is not None]
     return without_nnx_variables(_choose(states, name, "with_loss_scale").loss_scale)
 
@@ -135,8 +135,8 @@ def get_metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]
         - `grads_finite`: whether the last step was taken, bool;
         - `skipped_steps`: how many steps were skipped since the optimizer was initialized, int32;
         - `consecutive_skipped_steps`: how many of them since the last step that was taken, int32;
-        - `grad_norm`: the global norm of the last step's gradients before the clip, float32; absent
-          without `clip_norm`.
+        - `grad_norm`: the global norm of the last step's gradients before the clip, float32, inf if it is
+          not finite; absent without `clip_norm`.
 
     Raises:
         ValueError: as in `get_loss_scale`.
@@ -150,7 +150,8 @@ def get_metrics(opt_state: Any, name: str | None = None) -> dict[str, jax.Array]
     values = {} if state.loss_scale is None else {"loss_scale": _on_device(state.loss_scale.loss_scale)}
     names = ("grads_finite", "skipped_steps", "consecutive_skipped_steps")
     values |= dict(zip(names, _read_counts(_on_device(state.counts)), strict=True))
-    return values if state.grad_norm is None else values | {"grad_norm": _on_device(state.grad_norm)}
+    norm = {} if state.grad_norm is None else {"grad_norm": _read_norm(_on_device(state.grad_norm))}
+    return values | norm
 
 
 def _on_device(value: Any) -> jax.Array:
@@ -167,8 +168,15 @@ def _read_counts(counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return counts[..., 2] == 0, counts[..., 1], counts[..., 2]
 
 
+@functools.partial(jax.jit, inline=True)
+def _read_norm(norm: jax.Array) -> jax.Array:
+    """Returns a norm, for which the state holds the largest number if it is not finite."""
+    return jnp.where(norm < LARGEST, norm, jnp.inf)
+
+
 def find_state(opt_state: Any, name: str | None = None) -> SkipNonfiniteState:
     """Returns the one state in `opt_state`, or the one called `name`, whose own leaves are arrays."""
+    check_order(opt_state, SkipNonfiniteState)
     state = _choose(nodes_of(opt_state, SkipNonfiniteState), name, "skip_nonfinite or with_loss_scale")
     arrays = without_nnx_variables(replace_leaves(state, inner_state=None))
     return replace_leaves(arrays, inner_state=state.inner_state)

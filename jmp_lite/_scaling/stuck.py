@@ -11,7 +11,7 @@ import optax
 from .._paths import subtrees
 from .._tree import is_floating, nodes_of, without_nnx_variables
 from .loss_scale import DynamicLossScale
-from .saved import save_call
+from .scalars import LARGEST
 from .state import SkipNonfiniteState, find_state
 
 _ADVICE = (
@@ -31,8 +31,6 @@ def raise_if_stuck(
     max_consecutive_skips: int = 50,
     max_skip_rate: float = 0.1,
     name: str | None = None,
-    *,
-    save: tuple[Any, ...] = (),
 ) -> None:
     """Raises on the host if too many steps were skipped.
 
@@ -43,7 +41,7 @@ def raise_if_stuck(
     of `jmp.value_and_grad`. If the moments of the optimizer (`mu` or `trace` of optax; plain `optax.sgd` has
     none) show that all gradients so far were zero, it raises an error. It warns if a dynamic scale has grown
     to `2**40` without one skipped step, since then the loss is not scaled, or the run is not in float16 and
-    needs no scale; and if `optax.zero_nans` hides NaN from the check.
+    needs no scale.
 
     Args:
         opt_state: as in `get_loss_scale`. Each member of a batched or replicated state is checked.
@@ -52,8 +50,6 @@ def raise_if_stuck(
             off. It is checked after `max_consecutive_skips` skipped steps in all, or as many steps in all if
             the last one was skipped and the dynamic scale is at its minimum.
         name: as in `get_loss_scale`.
-        save: the file and the arguments of the step, `("stuck.npz", params, opt_state, batch, key)`, which
-            `save_call` writes before the error is raised.
 
     Raises:
         FloatingPointError: too many steps were skipped. The message says how many, and names the loss scale
@@ -79,22 +75,7 @@ def raise_if_stuck(
         raise ValueError(f"max_consecutive_skips should be 1 or above. Got {max_consecutive_skips}.")
     if not 0 <= max_skip_rate <= 1:
         raise ValueError(f"max_skip_rate should lie between 0 and 1. Got {max_skip_rate}.")
-    try:
-        _check(find_state(opt_state, name), max_consecutive_skips, max_skip_rate)
-    except FloatingPointError:
-        if save:
-            with jax.transfer_guard("allow"):
-                save_call(*save)
-        raise
-    links = nodes_of(opt_state, SkipNonfiniteState, optax.ZeroNansState)
-    # `nodes_of` returns the states in the order of the chain: the first one sees the gradients first.
-    if isinstance(links[0], optax.ZeroNansState):
-        message = (
-            "optax.zero_nans() in front of with_loss_scale turns NaN into 0 before the check, so that no "
-            "step is skipped. Leave it out, or put it inside: "
-            "jmp.with_loss_scale(optax.chain(optax.zero_nans(), tx))."
-        )
-        warnings.warn(message, UserWarning, stacklevel=2)
+    _check(find_state(opt_state, name), max_consecutive_skips, max_skip_rate)
 
 
 def _check(state: SkipNonfiniteState, max_consecutive_skips: int, max_skip_rate: float) -> None:
@@ -177,7 +158,8 @@ def _complaint(
         return ""
     cause = f": {_cause(state, member)}" if in_a_row else ""
     size = "" if scale is None else f" The loss scale is {scale:g}{', its minimum' if at_minimum else ''}."
-    return f"{said}{cause}.{size}"
+    closed = f" If the step closes over another scale, which never falls, write {LINE}." if at_minimum else ""
+    return f"{said}{cause}.{size}{closed}"
 
 
 def _is_at_minimum(loss_scale: Any, scale: float | None) -> bool:
@@ -191,7 +173,7 @@ def _cause(state: SkipNonfiniteState, member: tuple[int, ...]) -> str:
     if not flags.all():
         finite = dict(zip(state.leaf_names.paths, flags.tolist()))
         return f"inf or NaN in the gradients of {describe(finite)}"
-    if state.grad_norm is None or np.isfinite(_member(state.grad_norm, member)):
+    if state.grad_norm is None or _member(state.grad_norm, member) < LARGEST:
         return (
             "the gradients were finite, and an update of the optimizer, its new state, or an extra argument "
             "such as value= was not"

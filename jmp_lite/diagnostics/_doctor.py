@@ -13,20 +13,30 @@ import jax.numpy as jnp
 from .._autocast import AutocastReport, page_of
 from .._autocast import report_of as operations_of
 from .._dtypes import DTypeLike
-from .._jaxpr import Equation, all_equations, in_two_calls
+from .._jaxpr import in_two_calls
 from .._scaling.loss_scale import LossScaleLike
-from .._text import Shown, wrapped
+from .._text import Shown, shortened, wrapped
 from ..programs._compile import compile_for
 from ..programs._program import Program
 from ..programs._read import read_program
 from ..programs._roofline import Roofline, roofline
-from ._findings import Finding, of_accuracy, of_all, of_aux, of_step, of_step_in_float32, of_values
+from ._findings import (
+    Finding,
+    of_accuracy,
+    of_all,
+    of_aux,
+    of_rounding,
+    of_step,
+    of_step_in_float32,
+    of_values,
+)
 from ._nonfinite.find import find
 from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import Runs, check_tolerance, report_of
 from ._precision.report import PrecisionReport
-from ._ranges.profile import RangeReport, ranges_of
-from ._values.case import Case, tool, without_debugging
+from ._values.case import Case, tool
+from ._values.reference import has_loop
+from ._values.tap import LONG_LOOP
 from ._values.trace import ValueAndGrad
 
 P = ParamSpec("P")
@@ -79,17 +89,12 @@ class Diagnosis(Shown):
         return find(self._case, lambda: self._runs)
 
     @functools.cached_property
-    def ranges(self) -> RangeReport | None:
-        """The report of `profile_ranges`; None if it was skipped."""
-        return None if self._is_step or self._why_skipped else self._ranges
-
-    @functools.cached_property
     def precision(self) -> PrecisionReport | None:
         """The report of `compare_precision`; None if it was skipped."""
         if self._is_step or self._why_skipped:
             return None
         self._runs.scale = self._scale  # Smaller if the scale of the call alone makes the results inf.
-        return report_of(self._runs, self._tolerance, lambda: self._ranges.largest_safe_scale)
+        return report_of(self._runs, self._tolerance)
 
     @functools.cached_property
     def roofline(self) -> Roofline | None:
@@ -113,8 +118,9 @@ class Diagnosis(Shown):
             findings += [] if findings or self._why_skipped else of_step_in_float32(self._runs)
         elif self.precision is not None:
             nonfinite = None if self._is_sound else self.nonfinite
-            findings += of_accuracy(nonfinite, self.precision, lambda: self._ranges)
+            findings += of_accuracy(nonfinite, self.precision)
             findings += of_aux(self._runs)
+            findings += [] if findings else of_rounding(self._runs)
         return of_all(findings, self.operations, self.roofline)
 
     @functools.cached_property
@@ -132,11 +138,6 @@ class Diagnosis(Shown):
         return {part: reason for part, reason in reasons.items() if reason}
 
     @functools.cached_property
-    def _ranges(self) -> RangeReport:
-        with without_debugging():  # A property may be read when the call, which switches it off too, is over.
-            return ranges_of(self._case, self._scale)
-
-    @functools.cached_property
     def _runs(self) -> Runs:
         return Runs(self._case)
 
@@ -152,22 +153,24 @@ class Diagnosis(Shown):
     @functools.cached_property
     def _is_sound(self) -> bool:
         """Whether the loss and the gradients in half are right, so that no inf inside of them does harm."""
-        may_not_end = any(map(_waits_for_numbers, all_equations(self._case.program.jaxpr)))
-        if self._is_step or may_not_end or not self._runs.is_finite:
+        if self._is_step or self._is_cut or not self._runs.is_finite:
             return False
         return self._runs.limits(self._tolerance).allow(self._runs.keeping(()))
 
     @functools.cached_property
+    def _is_cut(self) -> bool:
+        """Whether a loop was stopped, so that no run computes what the program computes."""
+        return has_loop(self._case.program.jaxpr) and bool(self._case.measured.cut)
+
+    @functools.cached_property
     def _why_skipped(self) -> str:
         """Why the values in half are not compared with float32; empty if they are."""
-        if self._is_sound:
+        if self._is_cut:
+            return f"It has {LONG_LOOP}, {shortened(self.nonfinite.cut[0])}."
+        if self._is_sound or self._runs.is_finite:
             return ""
-        if self._is_step:
-            is_finite = not self.nonfinite.cut and self._runs.is_finite
-            return "" if is_finite else "The results of the step are not finite in float32."
-        if self.nonfinite.cut:
-            return "A while loop does not end."
-        return "" if self._runs.is_finite else "The loss or its gradients are not finite in float32."
+        results = "results of the step" if self._is_step else "loss or its gradients"
+        return f"The {results} are not finite in float32."
 
     @property
     def _scale(self) -> float:
@@ -250,8 +253,8 @@ def doctor(
         value_and_grad_fn: as in `jmp_lite.value_and_grad`; None for a step.
         program: the result of `read_program` for your compiled step.
         device: as in `roofline`; None for no estimate.
-        tolerance: the error that is no fault, as in `compare_precision`; by default 0.1. Within it, counts of
-            small gradients are no fault either.
+        tolerance: the error that is no fault, as in `compare_precision`; by default 0.1, or twice the error
+            of casts by hand if that is more.
 
     Returns:
         A function of the arguments of `fun` that returns a `Diagnosis`. Call it outside `jit`. It takes a
@@ -283,16 +286,6 @@ def doctor(
         return diagnosis
 
     return tool("doctor", fun, dtype, jnp.float16, diagnose, loss_scale, argnums, has_aux, value_and_grad_fn)
-
-
-def _waits_for_numbers(equation: Equation) -> bool:
-    """Whether an equation is a loop that waits for a floating number, so that it may not end in half."""
-    if equation.primitive.name != "while":
-        return False
-    # A condition on a counter ends in half as in float32. One on a residual may wait for ever.
-    read = (var for each in all_equations(equation.params["cond_jaxpr"]) for var in each.invars)
-    dtypes: Any = (getattr(var.aval, "dtype", jnp.int32) for var in read)
-    return any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
 
 
 def _can_compile() -> bool:

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,12 +15,11 @@ from .._scaling.stuck import LINE, raise_if_stuck
 from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped
 from .._tree import nodes_of
 from ..programs._roofline import Roofline
-from ._nonfinite.report import CUT, NonfiniteReport
+from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import Runs
-from ._precision.modules import Module
+from ._precision.modules import Module, is_of_library
 from ._precision.report import HARM, Limits, PrecisionReport
-from ._precision.training import Lag
-from ._ranges.profile import RangeReport
+from ._precision.states import Wrong, times
 from ._values.case import Case
 from ._values.reference import has_value
 from ._values.sites import Site, SiteKind
@@ -30,8 +29,9 @@ _CONSTANT = (
     "A hint: the loss is scaled, so it may not depend on the parameters: look for stop_gradient, argmax, a "
     "cast to integers, or a wrong argnums."
 )
+_LEAST_SHARE = 0.01  # Of the FLOPs: what is named as slow.
 MEMORY = "jmp.with_stochastic_rounding, or keep master weights with jmp.with_master_params"
-SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "speed")
+SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "precision", "speed")
 """The kinds of findings, worst first."""
 
 
@@ -40,7 +40,7 @@ class Finding:
     """One fault.
 
     Attributes:
-        severity: `not finite`, `accuracy` or `speed`.
+        severity: `not finite`, `accuracy`, `precision` or `speed`.
         what: the fault, in one sentence.
         where: the module and the line; empty for the whole step.
         advice: what to do, and what it brings.
@@ -74,8 +74,6 @@ def of_all(
 
 
 def of_values(report: NonfiniteReport) -> Iterator[Finding]:
-    for line in report.cut:
-        yield Finding("accuracy", "A while loop did not end in 10,000 iterations.", line, CUT)
     if report.cause is not None:
         where = "\n".join([*report.cause.details(), *report.before()])
         advice = "\n".join(report.advice())
@@ -137,30 +135,28 @@ def _complaints(tree: Any) -> list[str]:
         warnings.simplefilter("always")
         for state in states:
             try:
-                # Of the whole tree it also sees what is in front of the wrapper, such as `optax.zero_nans`.
+                # Of the whole tree it also sees what is outside of the wrapper, such as `optax.MultiSteps`.
                 raise_if_stuck(tree if len(states) == 1 else state)
-            except FloatingPointError as error:
+            except (FloatingPointError, ValueError) as error:
                 said.append(str(error))
     return [*said, *(str(warning.message) for warning in caught)]
 
 
 def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
-    """Yields what a step gets wrong in half; if it has a state, only what training shows."""
-    if runs.limits(None).allow(runs.keeping(())):
+    """Yields what a step gets wrong in half; if it has states, only what some steps show."""
+    if not runs.states.in_half and runs.limits(None).allow(runs.keeping(())):
         return
-    # The error of one step with a state says little (see `_precision.training`), so the step is repeated.
-    if not runs.training.has_state:
+    # The error of one step with a state says little (see `_precision.states`), so the step is repeated.
+    if not runs.states:
         yield _of_one_step(runs)
-    elif lags := runs.training.lags():
-        yield _of_training(runs, lags)
+    elif wrong := runs.states.wrong():
+        yield _of_states(runs, wrong)
 
 
 def of_aux(runs: Runs) -> Iterator[Finding]:
-    """Yields a state among the auxiliary results of a loss function that loses its updates."""
-    # One step first, which is cheap: it is repeated only if the state differs after it.
-    training = runs.training
-    if training.has_state and training.lags(steps=1) and (lags := training.lags()):
-        yield _of_training(runs, lags)
+    """Yields a state in half among the auxiliary results of a loss function that loses its updates."""
+    if runs.states.in_half and (wrong := runs.states.wrong()):
+        yield _of_states(runs, wrong)
 
 
 def _of_one_step(runs: Runs) -> Finding:
@@ -173,87 +169,87 @@ def _of_one_step(runs: Runs) -> Finding:
     return Finding("accuracy", what, "", mend)
 
 
-def _of_training(runs: Runs, lags: Sequence[Lag]) -> Finding:
-    """Returns what training in half gets wrong, and what mends it."""
-    worst, *others = lags
-    on, is_half = f"in {worst.steps} steps on this batch", worst.dtype in ("float16", "bfloat16")
-    if worst.dtype:
-        half = f" in {worst.dtype}" if is_half else ""
-        what = f"The update is lost{half}: {on} {worst.name} comes {worst.part:.0%} as far as in float32."
-    else:
-        name = worst.name or "The result of the step"
-        what = f"{name} is {worst.error:.1e} off from float32 {on}."
-    also = ", ".join(lag.name for lag in others[:4]) + (f" and {len(others) - 4} more" if others[4:] else "")
+def _of_states(runs: Runs, wrong: Sequence[Wrong]) -> Finding:
+    """Returns what some steps in half get wrong, and what mends it."""
+    worst, *others = wrong
+    names = [each.name for each in others]
+    also = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
     kept = _helpful(runs)
     advice = [f"To mend it: {runs.change(kept)}. Then it trains as in float32."] if kept else []
-    if is_half:
+    if worst.in_half:
         advice += [f"{'Or round' if kept else 'Round'} it with {MEMORY}."]
-    elif runs.program.has_float16 and not worst.part:
+    elif runs.program.has_float16 and worst.is_lost:
         advice += ["A hint: small gradients become zero in float16 if the loss is not scaled."]
-    return Finding("accuracy", what, f"Also lost or off: {also}." if also else "", " ".join(advice))
+    return Finding("accuracy", worst.what, f"Also lost or off: {also}." if also else "", " ".join(advice))
 
 
-def _helpful(runs: Runs) -> list[Module]:
-    """Returns the module or source, or else all of them, whose float32 mends a step and its training."""
-    is_near = lambda kept: Limits("gradients", HARM).allow(runs.keeping(kept))
-    trains = lambda kept: not (runs.training.has_state and runs.training.lags(kept))
-    edits = sorted(runs.program.edits, key=lambda edit: edit.name)
-    # Each alone, then all of them: a small set of several is not searched for.
-    sets = (*([edit] for edit in edits), edits)
-    return next((kept for kept in sets if is_near(kept) and trains(kept)), [])
+def _helpful(runs: Runs) -> Sequence[Module]:
+    """Returns few modules or sources whose float32 mends a step and its states."""
+    is_far = lambda kept: not Limits("gradients", HARM).allow(runs.keeping(kept))
+    is_wrong = lambda kept: bool(runs.states.wrong(kept)) if runs.states else is_far(kept)
+    return runs.few(is_wrong, False) or ()
 
 
-def of_accuracy(
-    nonfinite: NonfiniteReport | None, precision: PrecisionReport, ranges: Callable[[], RangeReport]
-) -> Iterator[Finding]:
-    """Yields what is finite and wrong: one finding for one cause, and one loss scale on a page.
-
-    `ranges` counts the magnitudes of the values, which few pages need.
-    """
+def of_accuracy(nonfinite: NonfiniteReport | None, precision: PrecisionReport) -> Iterator[Finding]:
+    """Yields what is finite and wrong: one finding for one cause, and one loss scale on a page."""
     # An inf that has no remedy of its own, or one in half that a scale does not mend, is in this error.
     may_be_in_it = nonfinite is None or nonfinite.cause is None or nonfinite.smaller_scale is not None
     if precision.names and precision.is_close and precision.unscaled is not None:
-        yield _scale_finding(ranges(), precision)
+        yield _scale_finding(precision)
     elif precision.names and may_be_in_it and not precision.is_close:
         measure = precision.limits.measure
         leaf = lambda own: own.leaf if measure == "gradients" else 0.0
         error = lambda row: max(getattr(row.own, measure), leaf(row.own))
-        worst = [f"{row.module} {error(row):.1e} {' '.join(row.lines[:2])}" for row in precision.modules[:4]]
+        name = lambda row: "outside of all modules" if row.module == "/" else row.module
+        worst = [f"{name(row)} {error(row):.1e} {' '.join(row.lines[:2])}" for row in precision.modules[:4]]
         where = f"The relative error of the {measure} with one module alone in half: "
         where += ", ".join(map(str.strip, worst))
         yield Finding("accuracy", precision.summary(), where, precision.advice())
 
 
-def _scale_finding(ranges: RangeReport, precision: PrecisionReport) -> Finding:
+def of_rounding(runs: Runs) -> Iterator[Finding]:
+    """Yields that the gradient is mostly rounding error, which no placement of casts mends."""
+    if not runs.is_rounding:
+        return
+    half, name = runs.keeping(()), runs.program.dtype.name
+    off = lambda error: f"{times(error.gradients)} off, cosine {error.cosine:.2f}"
+    what = f"In {name} this gradient is mostly rounding error ({off(half)}), with any placement of casts."
+    ran = f"Casts by hand around each matmul: {off(runs.by_hand)} at worst, here and at nearby parameters."
+    other = f"float16 with a loss scale: {off(runs.in_float16())}. " if name == "bfloat16" else ""
+    advice = f"{other}float32: 0 off. Near this optimum, train in float32."
+    yield Finding("precision", what, ran, advice)
+
+
+def _scale_finding(precision: PrecisionReport) -> Finding:
     """Returns the finding that the gradients need a loss scale, which was tried."""
-    # The scale of a range report is a power of two, so that the logarithm is exact.
-    fates = ranges.pooled.fates(int(np.log2(ranges.loss_scale)))
-    lost = f"{fates.lost:.2%} of the gradients that are not zero become zero, and " if fates.lost > 0 else ""
     given = precision.given_scale
     at = "Without a loss scale" if given == 1 else f"At the loss scale {power(given)}"
-    what = f"{at} {lost}the error in {precision.dtype} is {precision.unscaled}."
-    backward = [row for row in ranges.modules if row.direction == "backward"]
-    worst = sorted(backward or ranges.gradients, key=lambda row: -row.fates.lost)[:4]
-    where = ", ".join(f"{row.name or '/'} {row.fates.lost:.0%}" for row in worst if row.fates.lost)
+    what = f"{at} the error in {precision.dtype} is {precision.unscaled}."
     start = dynamic_scale(int(np.log2(precision.loss_scale)))
-    advice = f"Start with {start}: at this scale the error is {precision.half}."
-    return Finding("accuracy", what, f"Lost, by module: {where}" if where else "", advice)
+    return Finding("accuracy", what, "", f"Start with {start}: at this scale the error is {precision.half}.")
 
 
 def of_operations(report: AutocastReport) -> Iterator[Finding]:
     total = sum(operation.flops for operation in report.operations) or 1
     # One finding for all products with the same fault and the same advice.
     slow: dict[tuple[str, str], list[AutocastOperation]] = collections.defaultdict(list)
-    cast = "Cast the float32 operands of these products to half, or give the plain model to autocast."
-    for product in report.in_float32():
-        slow[f"not in half: {product.reason}.", "" if product.why == "rule" else cast].append(product)
-    for product in (operation for operation in report.operations if operation.advice):
+    for product in filter(_is_of_user, report.in_float32()):
+        dtype = max((each.dtype for each in product.operands), key=lambda dtype: dtype.itemsize).name
+        cast = f"Cast the {dtype} operands of these products to half, or give the plain model to autocast."
+        slow[f"in {dtype}: {product.reason}.", "" if product.why == "rule" else cast].append(product)
+    for product in filter(_is_of_user, (each for each in report.operations if each.advice)):
         slow["of a size that Tensor Cores run slowly.", product.advice].append(product)
     for (what, advice), products in slow.items():
         share = sum(product.flops for product in products) / total
         where = dict.fromkeys(f"{each.module or '/'}, {each.source}" for each in products[:3])
         count = f"{plural(len(products), 'matmul')}, {share:.0%} of the FLOPs, {what}"
-        yield Finding("speed", count, ", ".join(where), advice)
+        if share >= _LEAST_SHARE:
+            yield Finding("speed", count, ", ".join(where), advice)
+
+
+def _is_of_user(operation: AutocastOperation) -> bool:
+    # A package, such as an optimizer or a solver, has chosen the dtypes of its products.
+    return not (operation.caller or is_of_library(operation.source))
 
 
 def of_roofline(report: Roofline | None) -> Iterator[Finding]:

@@ -69,16 +69,15 @@ def test_the_findings_are_those_of_the_parts_worst_first():
 def test_gradients_that_underflow_get_a_scale_that_saves_them():
     loss = lambda w, x: jnp.mean(jnp.sin(jax.named_scope("head")(jnp.matmul)(x, w))) * 1e-7
     w = jax.random.normal(jax.random.key(0), (16, 8)) / 4
-    found = finding(doctor(loss)(w, X), "Without a loss scale 100.00% of the gradients")
-    assert found.where == "Lost, by module: / 100%, head 100%"
+    found = finding(doctor(loss)(w, X), "Without a loss scale the error")
     exponent = int(found.advice.split("2.0**")[1].split(")")[0])
     assert doctor(loss, loss_scale=2.0**exponent)(w, X).findings == ()
 
 
-def test_gradients_that_the_first_scale_leaves_too_small_get_the_largest_safe_one():
+def test_gradients_that_the_first_scale_leaves_too_small_get_a_larger_one():
     loss = lambda w, x: jnp.mean(jnp.sin(x @ w)) * 1e-10
     w = jax.random.normal(jax.random.key(0), (16, 8)) / 4
-    found = finding(doctor(loss)(w, X), "Without a loss scale 100.00% of the gradients")
+    found = finding(doctor(loss)(w, X), "Without a loss scale the error")
     exponent = int(found.advice.split("2.0**")[1].split(")")[0])
     assert exponent > 15
     assert doctor(loss, loss_scale=2.0**exponent)(w, X).findings == ()
@@ -117,15 +116,15 @@ def test_an_update_that_is_lost_is_measured_by_how_far_it_comes():
     w = jnp.ones(8, jnp.float16)
     findings = lambda size: doctor(step, value_and_grad_fn=None, device=None)(w, jnp.full(8, size)).findings
     (lost,) = findings(1e-5)
-    said = "The update is lost in float16: in 50 steps on this batch w comes 0% as far as in float32."
-    assert lost.what == said
+    said = "The update is lost in float16 for 100% of the elements of w that have one: they never move"
+    assert lost.what == f"{said} in 20 steps on this batch."
     assert findings(1e-3) == ()
 
 
 def test_a_loss_that_is_not_finite_in_float32_either_skips_the_comparison():
     diagnosis = doctor(lambda w, x: jnp.sum(jnp.log(x @ w)))(-jnp.ones((16, 8)), X)
     assert severities(diagnosis)[0] == "not finite"
-    assert diagnosis.ranges is diagnosis.precision is None
+    assert diagnosis.precision is None
     assert "not finite in float32" in diagnosis.skipped["the values in half"]
     assert "Not examined: the values in half." in str(diagnosis)
 
@@ -138,13 +137,12 @@ def test_a_product_that_a_constant_promotes_is_named():
         return jnp.sum((jnp.tanh(x @ params["a"]) * table) @ params["b"]).astype(jnp.float32)
 
     diagnosis = doctor(loss)({"a": jnp.eye(16), "b": jnp.eye(16)}, X)
-    found = finding(diagnosis, "not in half")
+    found = finding(diagnosis, "in float32")
     assert "a constant float32[16] is float32" in found.what
     assert found.severity == "speed"
     assert "test_doctor.py" in found.where
     assert diagnosis.precision.names
     assert diagnosis.precision.is_close
-    assert diagnosis.ranges is not None
 
 
 def test_a_program_is_estimated():

@@ -60,7 +60,9 @@ def test_statistics_that_never_move():
     state, x = {"mean": jnp.ones(4, BF16)}, 2 + NORMAL(KEYS[0], (8, 4))
     assert (loss(jnp.ones(4), state, x)[1]["mean"] == 1).all()
     fault = fault_of(loss, jnp.ones(4), state, x, has_aux=True)
-    assert fault.what.startswith("The update is lost in bfloat16: in 50 steps on this batch state/mean comes")
+    assert fault.what.startswith(
+        "The update is lost in bfloat16 for 100% of the elements of state/mean that have one"
+    )
 
 
 def trained(loss, tx, params, *args, steps=50):
@@ -104,12 +106,17 @@ def test_near_its_optimum_a_loss_has_gradients_that_are_mostly_rounding_error(st
     error = float(jnp.linalg.norm(half - full) / jnp.linalg.norm(full))
     assert (error > 1) == (losses[-1] < 1e-4) == (steps == 1000)
     diagnosis = doctor(loss, BF16, device=None)(params, x, y)
-    assert [finding.what for finding in diagnosis.findings if finding.severity != "speed"] == []
+    found = [finding.severity for finding in diagnosis.findings if finding.severity != "speed"]
+    assert found == (["precision"] if steps == 1000 else [])
     report = diagnosis.precision
     assert report.is_close
     if steps == 1000:
         assert report.by_hand.gradients > 1
         assert report.limits.tolerance == 2 * report.by_hand.gradients
+        # Where training in half ends, its gradient is right at one of the points nearby.
+        params = trained(jmp.autocast(loss, BF16), optax.adam(1e-3), regression()[1], x, y, steps=steps)[0]
+        findings = doctor(loss, BF16, device=None)(params, x, y).findings
+        assert [finding.what for finding in findings if finding.severity != "speed"] == []
 
 
 @pytest.mark.parametrize("scale", [None, 1.0, 2.0])
@@ -155,7 +162,7 @@ def test_a_target_network_in_bfloat16():
     moved = lambda dtype: float(jnp.mean(step(w + 0.1, w.astype(dtype), x)[1] != w.astype(dtype)))
     assert moved(BF16) < 0.1 < 0.9 < moved(F32)
     fault = fault_of(step, w + 0.1, w.astype(BF16), x, value_and_grad_fn=None)
-    assert "target comes" in fault.what
+    assert " of the elements of target that have one: they never move in 20 steps" in fault.what
     assert "pass these arguments in float32: target. Then it trains as in float32." in fault.advice
 
 
@@ -186,7 +193,7 @@ def test_a_decay_that_is_one_in_bfloat16():
     w = NORMAL(KEYS[0], (8, 4))
     assert not step(w, 0 * w)[1].any()
     fault = fault_of(lambda w, ema: step(w, ema), w, 0 * w, value_and_grad_fn=None)
-    assert "ema comes 0% as far as in float32" in fault.what
+    assert "100% of the elements of ema that have one" in fault.what
     assert line(step, "The number") in fault.advice
     assert step(w, 0 * w, F16)[1].any()  # The remedy, applied.
 
@@ -259,5 +266,7 @@ def test_a_counter_in_half_that_stops():
     args = jnp.ones(4), jnp.asarray(256, BF16), NORMAL(KEYS[0], (8, 4))
     assert step(*args)[1] == 256
     fault = fault_of(step, *args, value_and_grad_fn=None)
-    assert fault.what.startswith("The update is lost in bfloat16: in 50 steps on this batch count comes 0%")
+    assert fault.what.startswith(
+        "The update is lost in bfloat16 for 100% of the elements of count that have one"
+    )
     assert "pass these arguments in float32: count" in fault.advice

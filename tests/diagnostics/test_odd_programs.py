@@ -106,8 +106,6 @@ def test_the_counts_of_an_explicit_mesh_are_those_of_one_device():
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_loop_that_counts_ends_in_half_too(waits):
-    """Every value is measured only where a loop may not end, since that is how such a loop is found."""
-
     def loss(w, x, steps):
         if waits:
             w = jax.lax.while_loop(lambda w: jnp.sum(w) > 1e3, lambda w: w / 2, jax.lax.stop_gradient(w)) + w
@@ -117,4 +115,4 @@ def test_a_loop_that_counts_ends_in_half_too(waits):
 
     diagnosis = doctor(loss, device=None)(jnp.ones((4, 2)), jnp.ones((3, 4)), jnp.int32(3))
     assert {finding.severity for finding in diagnosis.findings} == {"speed"}
-    assert ("nonfinite" in vars(diagnosis)) == waits
+    assert diagnosis.skipped == {}

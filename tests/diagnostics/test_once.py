@@ -57,14 +57,6 @@ def test_the_function_is_traced_once(tool, planners, counts):
 
 
 @pytest.mark.slow
-def test_a_part_that_the_page_does_not_need_runs_when_it_is_read(counts):
-    diagnosis = doctor(loss_of(counts), device=None)(PARAMS, X)
-    assert diagnosis.ranges is diagnosis.ranges
-    assert diagnosis.ranges.largest_safe_scale is not None
-    assert counts == {"python": 1, "planners": 6}  # It counts in the program that is there.
-
-
-@pytest.mark.slow
 def test_a_step_is_traced_once(counts):
     tx, loss = optax.sgd(0.1), loss_of(counts)
 

@@ -119,3 +119,11 @@ def test_the_state_of_a_run_is_read_as_raise_if_stuck_does():
     (finding,) = faults(step_of(scaled), params, opt_state, X)
     assert finding.what.startswith("The last 50 steps were skipped: inf or NaN in the gradients of all 2")
     assert "find_nonfinite" in finding.advice
+
+
+def test_a_transform_outside_of_the_loss_scale_that_hides_an_overflow_is_a_finding():
+    tx = optax.apply_if_finite(TX, 5)
+    step = step_of(lambda fun, opt_state: scaled(fun, opt_state.inner_state), tx=tx)
+    (finding,) = faults(step, PARAMS, tx.init(PARAMS), X)
+    assert finding.what.startswith("A transform outside of with_loss_scale hides an overflow from it")
+    assert "jmp.with_loss_scale(optax.apply_if_finite(tx, ...))" in finding.advice

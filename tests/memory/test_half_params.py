@@ -192,6 +192,23 @@ def test_the_optimizer_goes_on_from_a_parameter_that_was_changed():
     np.testing.assert_array_equal(optax.apply_updates(changed, updates), state.masters.astype(jnp.float16))
 
 
+@pytest.mark.parametrize("wrap", [jmp.with_master_params, jmp.with_stochastic_rounding])
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_parameter_beyond_the_largest_half_number_stays_at_it_and_comes_back(dtype, wrap):
+    largest = float(jnp.finfo(dtype).max)
+    params, tx = {"w": jnp.array([largest, -largest, 1.0], dtype)}, wrap(optax.sgd(largest))
+    state, step, seen = tx.init(params), jax.jit(tx.update), []
+    for size in (-(2.0**-9), 2.0**-6):
+        updates, state = step({"w": jnp.array([size, -size, 0.0])}, state, params)
+        params = optax.apply_updates(params, updates)
+        seen.append(params["w"].astype(jnp.float32).tolist())
+        if wrap is jmp.with_master_params and size < 0:  # The master goes on beyond it.
+            assert jmp.get_master_params(state, params)["w"][0] == largest * (1 + 2.0**-9)
+    assert seen[0] == [largest, -largest, 1]
+    assert largest / 2 < seen[1][0] < largest
+    assert seen[1] == [seen[1][0], -seen[1][0], 1]
+
+
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_parameter_that_shrinks_a_lot_in_one_step_is_as_exact_as_in_float32(dtype):
     params = jnp.asarray([30000.0, 30000.0], dtype)

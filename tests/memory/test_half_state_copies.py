@@ -7,6 +7,8 @@ import pytest
 from optax import contrib
 
 import jmp_lite as jmp
+from jmp_lite._paths import path_name
+from jmp_lite._tree import nodes_of
 from tests.support.arrays import normal
 from tests.support.steps import bits
 
@@ -66,6 +68,44 @@ def test_a_few_numbers_that_belong_to_no_parameter_stay_float32_and_a_flat_momen
     is_muon = lambda node: isinstance(node, contrib.MuonState)
     (state,) = [n for n in jax.tree.leaves(muon, is_leaf=is_muon) if is_muon(n)]
     assert (state.ns_coeffs.dtype, state.mu["w"].dtype) == (jnp.float32, jnp.bfloat16)
+    state = jmp.with_half_state(contrib.scale_by_muon()).init(jnp.ones((4, 3))).inner_state  # A bare array.
+    assert (state.ns_coeffs.dtype, state.mu.dtype) == (jnp.float32, jnp.bfloat16)
+
+
+def test_what_follows_the_shapes_of_the_parameters_rests_and_what_is_as_large_by_chance_does_not():
+    """No name and no size decides: SM3 keeps lists, L-BFGS a history; a table may be as long as a layer."""
+    names = lambda tx, params: {
+        path_name(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            jmp.with_half_state(tx).init(params).inner_state
+        )
+        if leaf.dtype == jnp.bfloat16
+    }
+    assert names(optax.scale_by_sm3(), {"w": jnp.ones((4, 3))}) == {"mu/w/0", "mu/w/1", "nu/w"}
+    assert names(optax.scale_by_lbfgs(memory_size=4), jnp.ones(4)) == {
+        "params",
+        "updates",
+        "diff_params_memory",
+        "diff_updates_memory",
+    }
+    table = optax.GradientTransformation(lambda params: {"w": jnp.zeros(2048)}, optax.identity().update)
+    assert names(table, {"w": jnp.ones(2048)}) == set()
+
+
+@pytest.mark.parametrize(
+    "wrap", [jmp.with_half_state, lambda tx: jmp.with_loss_scale(jmp.with_half_state(tx))]
+)
+def test_the_moments_of_float64_parameters_keep_their_dtype(wrap):
+    with jax.enable_x64(True):
+        params = {"wide": jnp.ones(8, jnp.float64), "w": jnp.ones(8, jnp.float32)}
+        tx = wrap(optax.scale_by_adam())
+        _, state = jax.jit(tx.update)(params, tx.init(params), params)
+        (adam,) = nodes_of(state, optax.ScaleByAdamState)
+        assert {name: leaf.dtype.name for name, leaf in adam.mu.items()} == {
+            "wide": "float64",
+            "w": "bfloat16",
+        }
+        assert float(adam.mu["wide"][0]) == 1 - 0.9
     flat = jmp.with_half_state(optax.flatten(optax.adam(1e-3))).init({"a": jnp.ones((40, 40))})
     assert flat.inner_state[0].mu.dtype == jnp.bfloat16
     params = optax.LookaheadParams.init_synced(PARAMS)

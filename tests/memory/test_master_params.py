@@ -99,3 +99,15 @@ def test_misuse_is_named(trained):
         jmp.set_master_params(opt_state, params, short)
     with pytest.raises(ValueError, match="'norm/scale': not there in values"):
         jmp.set_master_params(opt_state, params, {"dense": params["dense"]})
+
+
+@pytest.mark.parametrize("number", [7e4, -7e4, np.nan])
+def test_a_number_that_half_cannot_hold_is_named(number):
+    params = {"body": jnp.ones(2, jnp.float16), "norm": jnp.ones(2)}
+    opt_state = jmp.with_master_params(optax.sgd(1.0)).init(params)
+    with pytest.raises(ValueError, match=r"'body' has NaN or a number beyond 65504, the largest .* float16"):
+        jmp.set_master_params(opt_state, params, {"body": jnp.array([1, number]), "norm": jnp.ones(2)})
+    held = {"body": jnp.array([1e-30, 65519]), "norm": jnp.full(2, 7e4)}
+    for put in (jmp.set_master_params, jax.jit(jmp.set_master_params)):
+        _, new = put(opt_state, params, held)
+        assert (new["body"].tolist(), new["norm"].tolist()) == ([0, 65504], [7e4] * 2)

@@ -19,7 +19,7 @@ def accumulated(tx, mini_steps):
 
 
 WITH = {
-    "alone": lambda k: optax.MultiSteps(optax.sgd(1.0), k, use_grad_mean=False).gradient_transformation(),
+    "alone": lambda k: optax.MultiSteps(optax.sgd(1.0), k).gradient_transformation(),
     "outside": lambda k: jmp.with_loss_scale(optax.MultiSteps(optax.adam(1e-3), k)),
     "inside": lambda k: optax.MultiSteps(jmp.with_loss_scale(optax.adam(1e-3)), k).gradient_transformation(),
 }
@@ -50,3 +50,21 @@ def test_an_accumulation_whose_optimizer_needs_more_arguments_is_carried_over():
     params = {"w": jnp.ones(2)}
     _, state = tx.update(params, tx.init(params), params, value=1.0)
     assert bits(jmp.migrate_state(tx, params, state)) == bits(state)
+
+
+@pytest.mark.parametrize("wrap", [jmp.with_loss_scale, lambda tx: optax.chain(optax.clip(9.0), tx)])
+def test_a_sum_is_not_continued_from_what_may_be_a_mean(wrap):
+    """No state says whether its gradients are a mean or a sum: 2 micro-batches of 1 would count as 1."""
+    mean, total = (
+        wrap(optax.MultiSteps(optax.sgd(1.0), 4, use_grad_mean=flag).gradient_transformation())
+        for flag in (True, False)
+    )
+    for steps in (1, 3):
+        params, old = accumulated(mean, steps)
+        with pytest.raises(
+            ValueError, match=rf"{steps} micro-batches .* use_grad_mean=False, .*set mini_step to 0"
+        ):
+            jmp.migrate_state(total, params, old)
+        assert bits(jmp.migrate_state(mean, params, old)) == bits(old)
+    params, old = accumulated(mean, 4)
+    assert bits(jmp.migrate_state(total, params, old)) == bits(old)

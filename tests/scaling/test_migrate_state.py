@@ -296,6 +296,20 @@ def test_arrays_are_copies_on_the_devices_of_the_parameters():
     make_step(tx)(params, state, grads(3))  # Arrays that are committed to one device would not go with these.
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_goes_on_with_fewer_devices(devices):
+    on = lambda count: jax.sharding.NamedSharding(
+        jax.make_mesh((count,), ("data",), devices=jax.devices()[:count]), jax.sharding.PartitionSpec()
+    )
+    noise = optax.add_noise(0.1, 0.1, jax.random.key(0))  # A typed key in the state.
+    tx = jmp.with_loss_scale(optax.chain(noise, ADAM))
+    old, params = jax.device_put(tx.init(PARAMS), on(4)), jax.device_put(PARAMS, on(devices))
+    state = jmp.migrate_state(tx, params, old)
+    for resumed, fresh in zip(jax.tree.leaves(state), jax.tree.leaves(tx.init(params)), strict=True):
+        assert (resumed.sharding, resumed.committed) == (fresh.sharding, fresh.committed)
+    make_step(tx)(params, state, grads(3))
+
+
 def test_it_works_inside_jit_and_vmap():
     tx = jmp.with_loss_scale(jmp.with_half_state(ADAM), SCALE)
     _, old = train(ADAM)

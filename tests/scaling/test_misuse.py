@@ -44,6 +44,30 @@ def test_what_a_wrapper_is_given(wrap):
         wrap(adam).update(PARAMS, other(adam).init(PARAMS), PARAMS)
 
 
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_the_state_of_an_optimizer_of_another_name(wrap):
+    one, other, unnamed = (wrap(optax.adam(1e-3), name=name) for name in ("a", "b", None))
+    with pytest.raises(
+        ValueError, match=r"a state of .*, named 'b'\. This optimizer is .*, named 'a'\. To go on"
+    ):
+        one.update(PARAMS, other.init(PARAMS), PARAMS)
+    with pytest.raises(
+        ValueError, match=r"a state of .* without clip_norm\. This optimizer is .*, named 'a'\."
+    ):
+        one.update(PARAMS, unnamed.init(PARAMS), PARAMS)
+    one.update(PARAMS, one.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda update: update], ids=["jit", "eager"])
+def test_the_state_of_parameters_of_other_shapes(jit):
+    tx, params = jmp.with_loss_scale(optax.adam(1e-3)), {"w": jnp.ones((4, 2))}
+    state = tx.init({"w": jnp.ones((1, 2))})  # Adam would broadcast its moments.
+    with pytest.raises(
+        ValueError, match=r"0/mu/w has the shape \(1, 2\) in the state .* \(4, 2\) after the update"
+    ):
+        jit(tx.update)(params, state, params)
+
+
 def test_a_loss_scale_within_a_loss_scale():
     for inner in (jmp.with_loss_scale(optax.sgd(1.0)), jmp.skip_nonfinite(optax.sgd(1.0))):
         for twice in (inner, optax.chain(optax.clip(1.0), inner)):

@@ -162,12 +162,6 @@ def test_a_clip_around_an_accumulation_is_an_error_with_the_line_that_clips_what
     np.testing.assert_allclose(params, -0.125, rtol=4 * EPS)
 
 
-def test_the_line_of_the_construction_comes_without_init():
-    with pytest.raises(ValueError, match="Leave clip_norm out, and clip the accumulated gradients"):
-        jmp.with_loss_scale(optax.MultiSteps(optax.sgd(1.0), 2), clip_norm=1.0)
-    jmp.with_loss_scale(optax.MultiSteps(optax.sgd(1.0), 2)).init(jnp.zeros(4))
-
-
 def test_the_gradients_are_read_once_for_the_norm_and_the_check():
     grads = make_tree()
     tx = jmp.with_loss_scale(optax.sgd(0.1), clip_norm=1.0)
@@ -204,3 +198,21 @@ def test_the_devices_of_a_shard_map_agree_though_each_has_a_norm_of_its_own():
     updates, counts = jax.jit(sharded)(grads)
     assert not np.any(updates)
     assert counts.tolist() == [[1, 1, 1]] * 4
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1.5e19])
+def test_a_skipped_step_raises_neither_under_debug_nans_nor_under_debug_infs(number):
+    """All its results are finite: the state holds the largest number in place of a norm that is not."""
+    tx = jmp.with_loss_scale(optax.sgd(1.0), clip_norm=1.0)
+    params = {"w": jnp.ones(1), "b": jnp.ones(1)}
+    grads = jax.tree.map(lambda p: number * p, params)  # Of 1.5e19 the norm alone overflows.
+    state, step = tx.init(params), jax.jit(tx.update)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        updates, state = jax.block_until_ready(step(grads, state, params))
+    assert (updates["w"] == 0).all()
+    assert jmp.get_metrics(state)["grad_norm"] == jnp.inf
+    with jax.debug_nans(True):
+        assert jax.jit(jmp.get_metrics)(state)["skipped_steps"] == 1
+    cause = "the norm of the gradients is inf" if number == 1.5e19 else "inf or NaN in the gradients"
+    with pytest.raises(FloatingPointError, match=cause):
+        jmp.raise_if_stuck(state, 1)

@@ -13,6 +13,22 @@ from flax import serialization
 import jmp_lite as jmp
 from tests.support.steps import bits, make_grads, make_params, run, spoil
 
+# Flax is imported when there is a state already, made here or in the process that pickled it.
+LATE = """
+import pickle, sys
+import jax.numpy as jnp, optax, jmp_lite as jmp
+tx = jmp.with_loss_scale(optax.sgd(1.0), jmp.DynamicLossScale(2.0**10))
+params = {{"w": jnp.ones(3)}}
+if {pickled}:
+    state = pickle.load(open({path!r}, "rb"))
+else:
+    _, state = tx.update({{"w": jnp.full(3, jnp.inf)}}, tx.init(params), params)
+    pickle.dump(state, open({path!r}, "wb"))
+from flax import serialization
+target = state if {pickled} else tx.init(params)
+restored = serialization.from_bytes(target, serialization.to_bytes(state))
+print(jmp.get_loss_scale(restored).loss_scale, jmp.grads_finite(restored))
+"""
 SCRIPT = """
 {first}
 {second}
@@ -35,6 +51,15 @@ def test_a_state_is_saved_whatever_was_imported_first(order):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["512.0", "False"]
+
+
+@pytest.mark.slow
+def test_a_state_is_saved_by_a_flax_that_was_imported_later_and_after_unpickling(tmp_path):
+    for pickled in (False, True):
+        script = LATE.format(path=str(tmp_path / "state.pkl"), pickled=pickled)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == ["512.0", "False"]
 
 
 def trained(scale, inner=None, **settings):

@@ -45,7 +45,7 @@ def test_metrics_are_scalars_inside_jit_and_outside():
         assert tuple(float(values[name]) for name in names[:4]) == expected
         inside = jax.jit(jmp.get_metrics)(state)
         assert {name: float(inside[name]) for name in names[:4]} == dict(zip(names, expected))
-    assert np.isnan(values["grad_norm"])
+    assert values["grad_norm"] == inside["grad_norm"] == np.inf
 
 
 def test_metrics_have_only_known_values():
@@ -78,7 +78,6 @@ PLACES = {
     "chain": optax.chain(SCALED, optax.scale(1.0)),
     "masked": optax.masked(SCALED, {"dense": True, "gain": False}),
     "around MultiSteps": jmp.with_loss_scale(optax.MultiSteps(ADAM, every_k_schedule=2)),
-    "inside MultiSteps": optax.MultiSteps(SCALED, every_k_schedule=1),
     "hyperparams": optax.inject_hyperparams(lambda rate: jmp.with_loss_scale(optax.adam(rate)))(rate=1e-2),
     "multi_transform": optax.multi_transform(PARTS, {"dense": "trained", "gain": "frozen"}),
 }
@@ -112,8 +111,6 @@ def test_the_state_is_found_at_any_depth(place):
     assert counts() == [2, 2]
     with pytest.raises(FloatingPointError, match="dense/kernel"):
         jmp.raise_if_stuck(state, 2)
-    if place == "inside MultiSteps":
-        return  # Its accumulator holds the NaN now, for good: see test_peers.
     state = update(state, make_grads(2))
     assert counts() == [2, 0]
     assert float(jmp.get_loss_scale(state).loss_scale) == 2.0**13

@@ -125,9 +125,18 @@ def test_limits_are_numbers(limits):
         jmp.raise_if_stuck(state, **limits)
 
 
-def test_zero_nans_in_front_of_the_check_is_named():
-    hiding = optax.chain(optax.zero_nans(), jmp.with_loss_scale(optax.sgd(1.0)))
-    with pytest.warns(UserWarning, match=r"zero_nans\(\) in front of with_loss_scale turns NaN into 0"):
-        jmp.raise_if_stuck(hiding.init(PARAMS))
-    jmp.raise_if_stuck(jmp.with_loss_scale(optax.chain(optax.zero_nans(), optax.sgd(1.0))).init(PARAMS))
-    jmp.raise_if_stuck(optax.chain(jmp.with_loss_scale(optax.sgd(1.0)), optax.zero_nans()).init(PARAMS))
+def test_a_scale_that_the_step_closes_over_is_named():
+    """It never falls, so that every step is skipped, while that of the state falls to its minimum."""
+    loss_scale = jmp.DynamicLossScale(2.0**30, min_loss_scale=2.0**20)
+    tx = jmp.with_loss_scale(optax.sgd(1e-3), loss_scale)
+    large = jmp.autocast(lambda params: 1e4 * jnp.mean((X @ params["w"] + params["b"]) ** 2), "float16")
+    closed = lambda opt_state: jmp.value_and_grad(large, loss_scale)
+    state = trained(tx, closed, steps=12)
+    with pytest.raises(
+        FloatingPointError, match=r"its minimum\. If the step closes over another scale"
+    ) as error:
+        jmp.raise_if_stuck(state, 12)
+    assert LINE in str(error.value)
+    with pytest.raises(FloatingPointError, match="skipped") as error:  # The scale may still fall.
+        jmp.raise_if_stuck(trained(tx, closed, steps=4), 4)
+    assert "closes over" not in str(error.value)

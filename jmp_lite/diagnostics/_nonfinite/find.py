@@ -13,13 +13,13 @@ import numpy as np
 from ..._jaxpr import in_two_calls
 from ..._scaling.loss_scale import DynamicLossScale
 from ..._text import dynamic_scale
-from .._precision.compare import HARM, Runs, fewest
+from .._precision.compare import HARM, Runs
 from .._precision.modules import Module, is_of_library
 from .._precision.report import Difference
 from .._values.case import Case, Options, tool
 from .._values.reference import has_value
 from .._values.tap import Probe
-from .._values.trace import LossProgram, Tapped
+from .._values.trace import LossProgram, Measured, Tapped
 from .flow import Flow, Origin
 from .hints import hint
 from .report import Nonfinite, NonfiniteReport, Trial
@@ -33,8 +33,6 @@ _MASKING = frozenset(("exp", "exp2", "logistic", "tanh", "erf", "max", "min", "c
 """What programs let an inf end in on purpose: the `exp` of a mask is 0."""
 LOWEST = -24
 """The exponent of the smallest scale that is tried. It makes a loss of 1 the smallest number of float16."""
-MOST_GROUPS = 24
-"""How many modules or casts are run alone at most: each is one run of the loss and its gradients."""
 
 
 @in_two_calls
@@ -87,11 +85,12 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
     `runs` gives the runs that compare the function with float32. It is called only if there is an inf or NaN.
     """
     program, measured, trials = case.program, case.measured, None
-    # A loop that was stopped computes other numbers, and a program without half values has none to mend.
-    may_compare = not measured.cut and has_value(program.jaxpr)
+    # A loop that was stopped computes other numbers, and a program without half values has none to mend. What
+    # autocast casts to fp8 is not compared.
+    may_compare = not measured.cut and has_value(program.jaxpr) and not case.rules.in_fp8
     aux = _lost_aux(case, runs) if may_compare else {}
     watched = [*range(len(program.outputs)), *aux]
-    origins = Flow(measured, watched).origins()
+    origins = [origin for origin in Flow(measured, watched).origins() if _is_examined(origin, measured)]
     if may_compare and any(origin.is_harmful or origin.end for origin in origins):
         trials = Trials(runs())
         origins = trials.judged(origins)
@@ -105,6 +104,12 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
     # As in `_report`, the first of its kind: a report has rows, and the hints need the origin itself.
     cause = next(origin for origin in harmful if origin.is_nan == is_nan)
     return _with_advice(report, cause, case, watched, trials)
+
+
+def _is_examined(origin: Origin, measured: Measured) -> bool:
+    """Whether an origin is before the first loop that was stopped, or inside of it."""
+    loop = next((path[:-1] for path in measured.cut), ())
+    return origin.site.path[: len(loop)] <= loop
 
 
 def _lost_aux(case: Case, runs: Callable[[], Runs]) -> dict[int, str]:
@@ -137,7 +142,7 @@ def _report(
         others=tuple(row(origin) for origin in harmful if origin not in (first_inf, first_nan)),
         harmless=tuple(map(row, harmless)),
         earlier=tuple(map(row, _earlier(harmful, origins))),
-        cut=case.measured.cut,
+        cut=tuple(dict.fromkeys(case.measured.sites[path].line for path in case.measured.cut)),
     )
 
 
@@ -165,7 +170,9 @@ class Trials:
             yield trial
             if trial.helps:  # The scale is the smallest edit, so nothing else is run.
                 return
-        if kept := self._kept(origin):  # None in a backward rule of the user, whose casts have no flags.
+        near = self.runs.program.groups_on(origin.site.line)
+        # There are no edits in a backward rule of the user, whose casts have no flags.
+        if kept := self.runs.few(self._error, HARM, near) or self.runs.program.edits:
             yield self._in_float32(kept)
         if self.runs.program.has_float16:
             yield self._trial("bfloat16 in place of float16", self.runs.in_bfloat16(), dtype="bfloat16")
@@ -181,19 +188,6 @@ class Trials:
         near = lambda origin: sets(self.runs.program.groups_on(origin.site.line) if origin.end else [])
         is_harmful = lambda origin: any(self._error(kept) < wrong / 2 for kept in near(origin))
         return [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
-
-    def _kept(self, origin: Origin) -> Sequence[Module]:
-        """Returns few groups whose float32 makes the result right: first those that the origin is in."""
-        near = self.runs.program.groups_on(origin.site.line)
-        for kept in (*([group] for group in near), near):
-            if kept and self._error(kept) <= HARM:
-                return fewest(kept, self._error, HARM) or kept
-        groups = sorted(self.runs.program.edits, key=lambda group: group.name)
-        if len(groups) > MOST_GROUPS:  # One trial, of all of them in float32.
-            return groups
-        # `fewest` takes the groups in the order of the error that each has alone in half.
-        own = {group: self._error(set(groups) - {group}) for group in groups}
-        return fewest(sorted(own, key=lambda group: -own[group]), self._error, HARM) or groups
 
     def _in_float32(self, kept: Sequence[Module]) -> Trial:
         lines = dict.fromkeys(line for group in kept if group.casts for line in group.lines)
@@ -278,7 +272,6 @@ def _row(origin: Origin, program: LossProgram) -> Nonfinite:
         line=site.line,
         caller=site.caller,
         direction="" if is_outside else origin.direction,
-        iterations=tuple((loop.kind, number) for loop, number in zip(site.loops, origin.iterations)),
         way=_way(origin),
         end="" if origin.end is None else f"{origin.end.operation}, {origin.end.line}".rstrip(", "),
         index=index,

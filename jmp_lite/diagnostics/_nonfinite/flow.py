@@ -30,8 +30,6 @@ Instance = tuple[Path, Steps]
 Extent = tuple[float, float]
 """The smallest and the largest element of a value."""
 
-_GROWING = 5
-"""In how many iterations a value must grow before its growth is named."""
 # Each shard takes the operands of all shards.
 _COLLECTIVES = frozenset(
     {"psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_to_all", "reduce_scatter"}
@@ -44,7 +42,6 @@ class Origin:
     """An instance at which an inf or NaN begins."""
 
     site: Site
-    iterations: Steps  # The number of the iteration in each loop around it.
     is_nan: bool  # Whether it has a NaN and no operand has one. Otherwise it has an inf.
     extent: Extent
     operands: tuple[Extent | None, ...]  # The extent of each operand, where it is known.
@@ -52,7 +49,6 @@ class Origin:
     end: Site | None  # For a suspect, the site that turns it into finite numbers.
     way: tuple[tuple[Site, bool], ...]  # The operations up to an output, and whether each gives a NaN.
     direction: str  # `derivative` if the forward pass computes it for the backward pass alone.
-    growth: float  # By which factor an operand grew in each of the iterations before; 0 if it did not.
     moment: tuple[int, ...]  # Sorts origins as the program runs.
 
 
@@ -146,7 +142,6 @@ class Flow:
         is_inside = lambda source: len(self._sites[source].loops) > len(steps)  # Of a loop that it leaves.
         return Origin(
             site=site,
-            iterations=steps,
             is_nan=self._is_nan(instance),
             extent=self._extent(path, steps),
             operands=tuple(
@@ -156,21 +151,8 @@ class Flow:
             end=None if is_harmful or self._is_nan(instance) else self._ends.get(instance),
             way=tuple(self._way(instance)),
             direction="derivative" if path in self._derivatives else site.direction,
-            growth=max([0.0, *(self._growth(source, steps) for source in filter(None, site.sources))]),
             moment=self._moment(site, steps),
         )
-
-    def _growth(self, source: Path, steps: Steps) -> float:
-        """Returns the factor by which a value grew at last in a scan, if it grew in the iterations before."""
-        loops = self._sites[source].loops
-        if len(loops) != len(steps) or not loops or loops[-1].kind != "scan" or loops[-1].reverse:
-            return 0.0
-        # The largest element of the value in each iteration up to this one, of which the last few count.
-        sizes = np.abs(self._records[source][steps[:-1]][: steps[-1] + 1]).max(-1)[-_GROWING:]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            factors = sizes[1:] / sizes[:-1]
-        is_growth = len(sizes) == _GROWING and np.isfinite(factors).all() and (factors > 1.1).all()
-        return float(factors[-1]) if is_growth else 0.0
 
     def _operands(self, instance: Instance) -> Iterator[Instance]:
         """Yields the instances that an instance was computed from."""

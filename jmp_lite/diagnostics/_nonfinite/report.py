@@ -11,6 +11,7 @@ from ..._autocast import page_of
 from ..._dtypes import DTypeName
 from ..._text import Shown, plural, power, shortened, wrapped
 from .._precision.report import Difference
+from .._values.tap import LONG_LOOP
 
 _MOST_OPERANDS = 6  # A loop may take hundreds.
 
@@ -34,9 +35,6 @@ class Nonfinite:
         caller: where `line` is in a library, the user's line that called it; otherwise empty.
         direction: `forward`; `derivative` if the forward pass computes it only for the backward pass;
             `backward`; or `recomputed` in the backward pass. Empty outside of the backward pass of a step.
-        iterations: for each loop around it, outermost first, its kind and the number of the iteration, from
-            0. For a scan it is the index of the slice, also in reverse; for a `shard_map`, of the shard; for
-            a `while`, 0 in the first iteration with an inf or NaN, and 1 in the first with a NaN.
         way: the operations between it and the loss or a gradient, such as `NaN from sub`, each with its line.
         end: the operation that turns it into wrong finite numbers, and its line; empty if it reaches an
             output.
@@ -60,7 +58,6 @@ class Nonfinite:
     line: str
     caller: str
     direction: str
-    iterations: tuple[tuple[str, int], ...]
     way: tuple[tuple[str, str], ...]
     end: str
     index: tuple[int, ...] | None
@@ -92,13 +89,11 @@ class Nonfinite:
         module = f" in {self.module}" if self.module else ""
         argument = f" {'near' if self.is_operand else 'after'} {self.argument}" if self.argument else ""
         comma = "," if module and argument else ""
-        loops = [_LOOPS.get(kind, f"iteration {{}} of the {kind}").format(n) for kind, n in self.iterations]
         parts = [f"{self.what} from {self.operation}{module}{comma}{argument}", _PASSES[self.direction]]
-        return ", ".join(filter(None, [*parts, *loops]))
+        return ", ".join(filter(None, parts))
 
 
 _OF_WHILE = "Where inside of the loop was not found: examine its body alone, or write it as a scan."
-_LOOPS = {"shard_map": "shard {}", "while": "inside of a while loop"}
 _PASSES = {
     "": "",
     "forward": "forward pass",
@@ -118,13 +113,6 @@ def _range(extent: tuple[float, float] | None) -> str:
         return ", with NaN" if math.isnan(high) else f", NaN and up to {high:.4g}"
     # A branch that is not taken leaves the record of an array without elements, from inf to -inf.
     return ", no elements" if low > high else f", {low:.4g} to {high:.4g}"
-
-
-CUT = (
-    "If it ends in float32, its predicate may wait for a residual to become smaller than half precision can "
-    "hold. Compute what the predicate depends on in float32."
-)
-"""What may be wrong with a loop that does not end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +173,8 @@ class NonfiniteReport(Shown):
         harmless: the operations at which a harmless one begins, such as a mask of -inf that a softmax reads.
         fitting_scale: the largest power of two below the scale at which the loss and all gradients are
             finite. None if there is none, or if the first inf or NaN is not in the backward pass.
-        cut: the lines of the `while` loops that were stopped after 10,000 iterations. What follows them is
-            not what the program computes.
+        cut: the lines of the `while` loops that were stopped after 10,000 steps. What follows the first of
+            them was not examined.
         tried: the changes that were run, for the cause; empty if the program has no half values, or is not
             finite in float32 either.
         is_finite_in_float32: whether the loss and all gradients are finite in float32; None if not run.
@@ -330,8 +318,7 @@ class NonfiniteReport(Shown):
     def __str__(self) -> str:
         lines = wrapped(self.summary())
         for line in self.cut:
-            lines += wrapped(f"A while loop did not end in 10,000 iterations: {shortened(line)}")
-            lines += wrapped(CUT, 4)
+            lines += wrapped(f"Not examined: what follows {LONG_LOOP}, {shortened(line)}.")
         lines += ["", "It begins here:", str(self.cause)] if self.cause else []
         lines += [line for paragraph in self.advice() for line in ("", paragraph)]
         for origin in self._first()[1:]:

@@ -1,7 +1,7 @@
 """Measures how much accuracy each module loses in half precision.
 
-Read `modules` (the parts of a program that are in half, and the casts and arguments that half values come
-from), `flags` (the program with a flag for each of them), `report`, `groups` (the outputs that are compared
-together or alone), `training` (what a step computes after some steps), then `compare`, with the search for
-modules to keep in float32.
+Read `modules` (the parts of a program that are in half), `sources` (the casts, layers and arguments that
+half values come from), `flags` (the program with a flag for each of them), `report`, `groups` (the outputs
+that are compared together or alone), `states` (what a step computes after some steps), then `compare`, with
+the search for modules to keep in float32.
 """

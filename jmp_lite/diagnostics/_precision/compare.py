@@ -17,15 +17,18 @@ from .flags import FlaggedProgram
 from .groups import error_of, groups_of, rows_of, updated, worst_leaf
 from .modules import Module, in_words, scopes_for
 from .report import BY_HAND, HARM, LEAF, Difference, Limits, ModuleDifference, PrecisionReport
-from .training import Training
+from .states import States
 
 P = ParamSpec("P")
 M = TypeVar("M")
+_COSINE = 0.5
+"""The cosine of a half gradient and that in float32 below which its direction is wrong."""
 _NUDGES = (0.0, 1e-3, -1e-3)  # The relative changes of the parameters at which casts by hand are measured.
 _UNSTABLE = 0.01  # A gradient that the last digits of the parameters change by more is rounding error.
-
-FLOAT8_TOLERANCE = 0.25
-"""The tolerance for the gradients in fp8, twice the `eps` of e4m3. A healthy transformer block has 0.12."""
+_SCALES = (DynamicLossScale.loss_scale, 2.0**8, 2.0**30)
+"""The loss scales that are tried in place of one that is too small, the default first."""
+MOST_EDITS = 24
+"""How many modules or casts are run alone at most to find a remedy: each is one run."""
 
 
 @in_two_calls
@@ -55,12 +58,11 @@ def compare_precision(
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
-        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. With `"float8"` a module is one with matmuls
-            in fp8, and the runs without it have it in bfloat16. For a function that `autocast` returned
-            it is the dtype of that autocast, for any other float16 by default. A function with half
-            matmuls of its own keeps its dtypes.
-        tolerance: the largest relative error that is allowed; by default 8 times the `eps` of the dtype, and
-            0.25 for `float8`.
+        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
+            dtype of that autocast, for any other float16 by default. A function with half matmuls of its own
+            keeps its dtypes.
+        tolerance: the largest relative error that is allowed; by default 8 times the `eps` of the dtype, or
+            twice the error of casts by hand if that is more.
         options: `loss_scale`, `argnums`, `has_aux` and `value_and_grad_fn`, as in `doctor`. Without a scale
             it is 1, or `2**15` as above.
 
@@ -89,8 +91,7 @@ def compare_precision(
                 f"compare_precision compares with float32, in which the loss is {runs.loss:.6g}{names}. Find "
                 "the cause first: jmp_lite.diagnostics.find_nonfinite(loss_fn)(*args)."
             )
-        if not case.rules.in_fp8:
-            runs.harmless = 8 * float(jnp.finfo(runs.program.dtype).eps)
+        runs.harmless = 8 * float(jnp.finfo(runs.program.dtype).eps)
         return report_of(runs, tolerance)
 
     return tool("compare_precision", fun, dtype, jnp.float16, compare, **options)
@@ -113,9 +114,9 @@ class Runs:
     def __init__(self, case: Case) -> None:
         self.program = program = FlaggedProgram(case)
         self.scale = case.scale
-        self.harmless = self._harm = FLOAT8_TOLERANCE if case.rules.in_fp8 else HARM
+        self.harmless = HARM
         is_small = self.scale < DynamicLossScale.loss_scale
-        self.may_scale = is_small and program.narrow == "float16" and not program.is_step
+        self.may_scale = is_small and program.dtype == jnp.float16 and not program.is_step
         self._full = program(None, 1.0)  # In float32, where no scale is needed.
         self.loss = None if program.is_step else float(self._full[0])
         self.half_loss: float | None = None  # With everything in half, at the scale of the call.
@@ -142,14 +143,30 @@ class Runs:
     @functools.cached_property
     def by_hand(self) -> Difference:
         """The error of casts by hand, the largest for these parameters and others near."""
-        # Near an optimum every gradient is mostly rounding error, so that one measurement says little.
-        full = (self.program(None, 1.0, nudge) if nudge else self._full for nudge in _NUDGES)
-        errors = map(self._difference, self.program.by_hand(_NUDGES), full)
-        return max(errors, key=lambda error: error.gradients)
+        return max(self._near, key=lambda error: error.gradients)
 
     @functools.cached_property
-    def training(self) -> Training:
-        return Training(self.program, self._state)
+    def _near(self) -> list[Difference]:
+        """The errors of casts by hand, for these parameters and others near."""
+        # Near an optimum every gradient is mostly rounding error, so that one measurement says little.
+        full = (self.program(None, 1.0, nudge) if nudge else self._full for nudge in _NUDGES)
+        return list(map(self._difference, self.program.by_hand(_NUDGES), full))
+
+    @functools.cached_property
+    def is_rounding(self) -> bool:
+        """Whether the gradient is mostly rounding error, with casts by hand too, here and nearby."""
+        # Half precision still finds the way to a better point if one of the directions nearby is right.
+        is_lost = lambda error: error.gradients > 1 and error.cosine < _COSINE
+        return not self.program.is_step and is_lost(self.keeping(())) and all(map(is_lost, self._near))
+
+    def in_float16(self) -> Difference:
+        """Returns the error of casts by hand to the digits of float16, with the range of float32."""
+        (outputs,) = self.program.by_hand([0.0], jnp.float16)
+        return self._difference(outputs)
+
+    @functools.cached_property
+    def states(self) -> States:
+        return States(self.program, self._state)
 
     def in_bfloat16(self) -> Difference:
         return self._difference(self.program.in_bfloat16(self.scale))
@@ -218,30 +235,45 @@ class Runs:
         # The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is
         # measured only if its error is harmful: a small difference of large numbers has a large relative
         # error.
-        largest = max(least, self._harm)
+        largest = max(least, HARM)
         if not limits.allow(half) or self.loss_error(half) <= largest:
             return limits
         of_hand = BY_HAND * self.by_hand.loss if tolerance is None else 0.0
         return limits if half.loss <= of_hand else Limits("loss", max(largest, of_hand))
 
-    def try_scale(self, tolerance: float | None, largest: Callable[[], float | None]) -> Difference | None:
-        """Switches to the first scale of `DynamicLossScale`, or else the `largest`; returns the error before.
+    def try_scale(self, tolerance: float | None) -> Difference | None:
+        """Switches to the loss scale that is enough, or helps most; returns the error before.
 
-        None if neither halves the error.
+        None if none halves the error.
         """
-        unscaled, best = self.keeping(()), DynamicLossScale.loss_scale
+        unscaled = self.keeping(())
         limits = Limits("gradients", self.harmless if tolerance is None else tolerance)
         error = lambda scale: limits.measured(self.keeping((), scale))
         # No scale mends a loss that is not finite: it overflows before it is scaled.
         if not self.may_scale or limits.allow(unscaled) or math.isinf(unscaled.loss):
             return None
-        # `largest` compiles a program of its own, which is needed only if the default is not enough.
-        if error(best) > limits.tolerance and (other := largest()) is not None:
-            best = min(best, other, key=error)
+        enough = (scale for scale in _SCALES if error(scale) <= limits.tolerance)
+        best = next(enough, None) or min(_SCALES, key=error)
         if error(best) >= limits.measured(unscaled) / 2:
             return None
         self.scale = best
         return unscaled
+
+    def few(
+        self, error: Callable[[Sequence[Module]], Any], tolerance: Any, near: Sequence[Module] = ()
+    ) -> Sequence[Module] | None:
+        """Returns a small set of edits that bring an error to a tolerance; None if all are not enough.
+
+        The edits that are `near` the cause are tried first, each alone. None of the set can be left out.
+        """
+        for kept in (*([edit] for edit in near), near):
+            if kept and error(kept) <= tolerance:
+                return fewest(kept, error, tolerance)
+        edits = sorted(self.program.edits, key=lambda edit: edit.name)
+        if len(edits) > MOST_EDITS:
+            return edits if error(edits) <= tolerance else None
+        alone = {edit: error([other for other in edits if other is not edit]) for edit in edits}
+        return fewest(sorted(edits, key=lambda edit: alone[edit], reverse=True), error, tolerance)
 
     def change(self, kept: Sequence[Module]) -> str:
         """Returns what to write to keep modules in float32, in the notation of the program."""
@@ -251,7 +283,7 @@ class Runs:
     def rules(self, kept: Sequence[Module]) -> dict[str, DTypeName]:
         """Returns the rules for some modules, with those of the function that still select something."""
         rules, modules = self.program.rules, self.program.modules
-        scopes = scopes_for(kept, modules, self.program.wide, self.program.narrow)
+        scopes = scopes_for(kept, modules, self.program.dtype.name)
         rules = dataclasses.replace(rules, scopes=(*scopes, *rules.scopes))
         operations = self.program.operations
         paths = {path for operation in operations for path in (operation.scope, *operation.arguments)}
@@ -261,32 +293,23 @@ class Runs:
         return {pattern: dtypes[pattern] for pattern, _ in rules.scopes if pattern in used}
 
 
-def report_of(
-    runs: Runs, tolerance: float | None, largest_scale: Callable[[], float | None] = lambda: None
-) -> PrecisionReport:
-    """Returns the report, which measures the modules only if their joint error is above the tolerance.
-
-    `largest_scale` gives the largest loss scale that may be tried.
-    """
+def report_of(runs: Runs, tolerance: float | None) -> PrecisionReport:
+    """Returns the report, which measures the modules only if their joint error is above the tolerance."""
     program, given = runs.program, runs.scale
-    unscaled, limits = runs.try_scale(tolerance, largest_scale), runs.limits(tolerance)
-    error = lambda modules: limits.measured(runs.keeping(modules))
+    unscaled, limits = runs.try_scale(tolerance), runs.limits(tolerance)
     is_close = limits.allow(runs.keeping(()))
     # Each module alone in half is a run of its own, which a program that is close does not need.
     every = set() if is_close else set(program.modules)
     own = {module: runs.keeping(every - {module}) for module in program.modules if every}
     # Of modules with equal errors, as inf, the other measure decides.
     other = "gradients" if limits.measure == "loss" else "loss"
-    size = lambda own: (limits.measured(own), getattr(own, other))
+    size = lambda error: (limits.measured(error), getattr(error, other))
     order = sorted(own, key=lambda module: size(own[module]), reverse=True)
-    alone = lambda edit: own[edit] if edit in own else runs.keeping(set(program.edits) - {edit})
-    # Sources of half values are edits and no modules: they have no row of their own.
-    edits = sorted(program.edits if every else (), key=lambda edit: size(alone(edit)), reverse=True)
-    kept = fewest(edits, error, limits.tolerance)
+    enough = (limits.tolerance, math.inf)
+    kept = () if is_close else runs.few(lambda kept: size(runs.keeping(kept)), enough)
     labels = lambda modules: tuple(module.label for module in modules)
     report = PrecisionReport(
-        dtype=program.narrow,
-        kept_dtype=program.wide,
+        dtype=program.dtype.name,
         loss_scale=runs.scale,
         loss=float(runs.loss or 0.0),
         names=labels(program.modules),
@@ -297,6 +320,7 @@ def report_of(
         by_hand=vars(runs).get("by_hand"),  # None if no limit needed it: it compiles a program.
         rest=None if is_close else runs.keeping(program.modules),
         limits=limits,
+        is_rounding=is_close and runs.is_rounding,
     )
     if kept is None:
         return report
@@ -306,9 +330,7 @@ def report_of(
     )
 
 
-def fewest(
-    modules: Sequence[M], error: Callable[[Sequence[M]], float], tolerance: float
-) -> tuple[M, ...] | None:
+def fewest(modules: Sequence[M], error: Callable[[Sequence[M]], Any], tolerance: Any) -> tuple[M, ...] | None:
     """Returns a small set of modules to keep in float32, in order; None if all of them are not enough.
 
     `modules` come with the largest error of their own first; `error` is what is left with some of them in

@@ -14,48 +14,41 @@ from jax import lax
 
 from ..._autocast import AutocastOperation, Interpreter, Value, has_floating, make_plan, run
 from ..._dtypes import HALF_DTYPES
-from ..._float8.action import FLOAT8, Float8
-from ..._float8.quantize import BACKWARD
 from ..._jaxpr import (
     Array,
     Category,
     Equation,
     Jaxpr,
     Var,
-    bind,
     cast,
-    context_of,
     equations,
-    flag_scope,
     flagged,
-    flags_of,
     inner_jaxprs,
     is_float32,
-    reuse,
     traits_of,
     with_equations,
     with_inner_jaxprs,
 )
 from .._values.case import Case, gives_half
 from .._values.numbers import lost_numbers
-from .._values.reference import Flags, Reference, flags_in, has_value, in_float8, is_narrow
+from .._values.reference import Flags, Reference, flags_in, has_value, is_narrow
 from .._values.trace import EVERY_CAST
-from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for, sources_of
+from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for
+from .sources import sources_of
 
 
 class FlaggedProgram:
     """A loss and its gradients, or a step, with a flag for each module. It is compiled once.
 
     The groups are the modules in half, and the sources of the program's own half values: casts in lines of
-    the user, and arguments in half. A module is in the dtype `narrow` if its flag is on, and in `wide` if
-    not; these are names. `outputs` is as in `LossProgram`.
+    the user, and arguments in half. A module is in `dtype` if its flag is on, and in float32 if not.
+    `outputs` is as in `LossProgram`.
     """
 
     def __init__(self, case: Case) -> None:
         self._case, self.rules = case, case.rules
         self.is_step = case.call.value_and_grad_fn is None
         self.operations = case.operations(self.rules)
-        self.wide = "bfloat16" if self.rules.in_fp8 else "float32"
         self.modules, self._sources, flags = self._flags(case.call.differentiated)
         self.groups = frozenset((*self.modules, *self._sources))
         self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
@@ -71,7 +64,6 @@ class FlaggedProgram:
         values = [value for each in case.before for value in (*each.operands, *each.results)]
         most = max(HALF_DTYPES, key=lambda half: sum(value.dtype == half for value in values))
         self.dtype = most if self.rules.dtype == jnp.float32 else self.rules.dtype
-        self.narrow = FLOAT8 if self.rules.in_fp8 else self.dtype.name
         self.state, self.outputs = self._program.state, self._program.named_outputs
         self.aux = self._program.aux
         self.parameters = self._program.floating_parameters
@@ -145,9 +137,9 @@ class FlaggedProgram:
         reference = Reference({}, self._numbers, jnp.bfloat16)
         return self._compiled(reference)(self._program.at_scale(scale))[: self.floating]
 
-    def by_hand(self, nudges: Iterable[float]) -> Iterator[list[Array]]:
+    def by_hand(self, nudges: Iterable[float], dtype: Any = None) -> Iterator[list[Array]]:
         """Yields the outputs with casts by hand around each matmul, and everything else in float32."""
-        run = self._compiled(Reference({}, self._numbers, by_hand=True))
+        run = self._compiled(Reference({}, self._numbers, by_hand=self.dtype if dtype is None else dtype))
         return (run(self.arrays(1.0, nudge))[: self.floating] for nudge in nudges)
 
     def _compiled(self, reference: Reference) -> Callable[[list[Array]], list[Array]]:
@@ -188,19 +180,17 @@ class FlaggedProgram:
         return modules, sources, list(map(frozenset, flags))
 
     def _cast_products(self) -> list[AutocastOperation]:
-        """Returns the products that autocast casts to half, or to fp8."""
+        """Returns the products that autocast casts to half."""
         pairs = zip(self.operations, self._case.before, strict=True)
-        products = [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
-        return [product for product in products if product.in_fp8 or not self.rules.in_fp8]
+        return [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
 
     def _flags_of_casts(self, cast: Sequence[Module], rest: int) -> list[set[int]]:
         """Returns for each operation `rest`, and the modules whose rules take it out of half."""
         pairs = zip(self.operations, self._case.before, strict=True)
         # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
         flags = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
-        narrow = FLOAT8 if self.rules.in_fp8 else self.rules.dtype.name
         for number, module in enumerate(cast):
-            scopes = scopes_for([module], cast, self.wide, narrow)
+            scopes = scopes_for([module], cast, self.rules.dtype.name)
             rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
             # An operation belongs to the module if other dtypes result from its rule.
             for own, now, kept in zip(flags, self.operations, self._case.operations(rules), strict=True):
@@ -223,40 +213,10 @@ def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
 
 
 class _Interpreter(Interpreter):
-    """Keeps the casts of literals and the rounding to fp8 in the program, so that flags switch them."""
-
-    def _run_equation(self, equation: Equation, action: Any, read: Callable[[Var], Value]) -> Sequence[Value]:
-        if not isinstance(action, Float8):
-            return super()._run_equation(equation, action, read)
-        with context_of(equation):
-            return [Value(self._float8(equation, action, list(map(read, equation.invars))))]
-
-    def _float8(self, equation: Equation, action: Float8, operands: list[Value]) -> Array:
-        """Rounds the operands and the cotangent to fp8, in bfloat16, which holds all numbers of fp8."""
-        # Flags switch a rounding. They could not switch the dtype of an operand.
-        rest = max(flags_of(equation) or (), default=0)
-        arrays = [
-            reuse(value.to(self.half), cast(in_float8(value.to(source), dtype), self.half))
-            for value, dtype, source in zip(operands, action.formats, action.sources, strict=True)
-        ]
-        # The largest flag is that of everything that no rule takes out. So bfloat16 stays on if fp8 is off.
-        with jax.named_scope(flag_scope({rest})):
-            (result,) = bind(equation, arrays, preferred_element_type=action.result, precision=None)
-        return _with_float8_cotangent(result)
+    """Keeps the casts of literals in the program, so that flags switch them."""
 
     def _literal(self, var: Var) -> Value:
         return _Number(np.asarray(var.val, np.float32)) if is_float32(var) else super()._literal(var)
-
-
-@jax.custom_vjp
-def _with_float8_cotangent(x: Array) -> Array:
-    return x
-
-
-_with_float8_cotangent.defvjp(
-    lambda x: (x, None),
-    lambda _, cotangent: (cast(in_float8(cast(cotangent, jnp.bfloat16), BACKWARD), cotangent.dtype),),
-)
 
 
 class _Number(Value):

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator
 
 from ..._dtypes import DTypeName
-from ..._float8.action import FLOAT8
 from ..._text import Shown, aligned, dynamic_scale, power, shortened, wrapped
 
 _ORDER_OF_SUMS = 1e-5  # What a different order of float32 sums may change.
@@ -84,8 +83,7 @@ class ModuleDifference:
 
     Attributes:
         module: the scope, or the path of the argument that holds its parameters.
-        own: the error if this module alone is in half, and all others in float32; for `float8` if it alone is
-            in fp8, and all others in bfloat16.
+        own: the error if this module alone is in half, and all others in float32.
         pattern: the pattern that selects it in `rules=` of `autocast`; empty if the function itself makes the
             half values, by casts, a policy or the `dtype` of layers.
         lines: without a pattern, the first lines that make half values, as `file.py:12:4 (function)`.
@@ -109,16 +107,15 @@ class PrecisionReport(Shown):
 
     Attributes:
         dtype: the name of the dtype that is compared with float32.
-        kept_dtype: the name of the dtype of the modules in `kept`: `float32`; for `float8` it is `bfloat16`.
         loss_scale: the loss scale of the runs in half.
         loss: the loss in float32.
         names: the modules that are in half, in the order of the program.
         modules: what each of them costs, the largest error first; empty if the error of all together is
             within the tolerance.
-        half: the error with all of them in half, or in fp8 for `float8`.
+        half: the error with all of them in half.
         unscaled: that error at the loss scale of the call, if the gradients need a larger one.
-        rest: the error with all of them in the kept dtype. In float32 it is 0, except for matmuls that no
-            rule selects. None if `modules` is empty.
+        rest: the error with all of them in float32: 0, except for matmuls that no rule selects. None if
+            `modules` is empty.
         limits: the largest errors that are allowed: `limits.measure` says whether that of the `gradients` is
             compared or that of the `loss`, with `limits.tolerance`; a single gradient may have `limits.leaf`.
         kept: the modules, lines with casts and arguments to keep in float32, none of which can be left out.
@@ -131,6 +128,8 @@ class PrecisionReport(Shown):
         given_scale: the loss scale of the call; 1 if none was given.
         by_hand: the error of casts by hand around each matmul, on the same batch, with everything else in
             float32; None if it was not needed to judge the error.
+        is_rounding: whether the gradient is mostly rounding error with any placement of casts: off by more
+            than its own norm, with a cosine below 0.5, also with casts by hand and at nearby parameters.
 
     Examples:
         >>> w, x = {"a": jnp.full((4, 4), 0.3), "b": jnp.full((4, 1), 1e5)}, jnp.ones((2, 4))
@@ -140,7 +139,6 @@ class PrecisionReport(Shown):
     """
 
     dtype: str
-    kept_dtype: str
     loss_scale: float
     loss: float
     names: tuple[str, ...]
@@ -155,6 +153,7 @@ class PrecisionReport(Shown):
     with_rules: Difference | None = None
     given_scale: float = 1.0
     by_hand: Difference | None = None
+    is_rounding: bool = False
 
     @property
     def is_close(self) -> bool:
@@ -187,11 +186,13 @@ class PrecisionReport(Shown):
         return f"{use} {self.unscaled}. {self._rules()}"
 
     def _rules(self) -> str:
+        if self.is_rounding:
+            return f"No rule helps: in {self.dtype} this gradient is mostly rounding error."
         if self.is_close:
             return "No rule is needed."
         if self.kept is None:
             none = "No rules, casts or arguments bring the error below the tolerance"
-            return f"{none}: with all modules in {self.kept_dtype} it is {self.rest}."
+            return f"{none}: with all modules in float32 it is {self.rest}."
         each = ", of which nothing can be left out" if len(self.kept) > 1 else ""
         return f"To mend it: {self.change}{each}. Then the error is {self.with_rules}."
 
@@ -205,10 +206,9 @@ class PrecisionReport(Shown):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""
-        alone = f"module alone in {'fp8' if self.dtype == FLOAT8 else 'half'}"
         errors = lambda own: (f"{error:.2e}" for error in (own.loss, own.gradients, own.leaf))
         return [
-            (alone, "loss", "gradients", "one of them", "cosine"),
+            ("module alone in half", "loss", "gradients", "one of them", "cosine"),
             *((row.module, *errors(row.own), f"{row.own.cosine:.6f}") for row in self.modules),
         ]
 
@@ -222,9 +222,7 @@ class PrecisionReport(Shown):
         if self.rest is None:
             return "\n".join([*summary, *wrapped(f"{self.advice()} tolerance=0 measures each module.")])
         lines = [*summary, "", *aligned(self.rows())]
-        if self.dtype == FLOAT8:
-            lines += ["", *wrapped(f"With all modules in bfloat16 the error is {self.rest}.")]
-        elif max(self.rest.gradients, self.rest.loss) > _ORDER_OF_SUMS:
+        if max(self.rest.gradients, self.rest.loss) > _ORDER_OF_SUMS:
             text = f"With all modules in float32 this is left, which no rule selects: {self.rest}."
             lines += ["", *wrapped(text)]
         return "\n".join([*lines, "", *advice])

@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._dtypes import FLOAT8_DTYPES
 from ..._jaxpr import Array
 from .._values.sites import Site, SiteKind
 from .._values.tap import Probe, maxima
@@ -140,25 +139,20 @@ def _joined(first: Array, second: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Histogram(Probe):
-    """The probe: counts the values that the program has in half or fp8, by their bits."""
+    """The probe: counts the values that the program has in half, by their bits."""
 
-    dtype: np.dtype  # The half dtype for which the edges are counted; of a value in fp8 its own counts.
+    dtype: np.dtype  # The half dtype for which the edges are counted.
 
     join = staticmethod(_joined)
 
     def wants(self, site: Site) -> bool:
-        """Whether it is an array in half or fp8. Recomputed values are not counted again."""
+        """Whether it is an array in half. Recomputed values are not counted again."""
         is_new = site.kind in (SiteKind.INPUT, SiteKind.OPERATION) and site.direction != "recomputed"
-        return is_new and (site.is_half or site.dtype in FLOAT8_DTYPES) and site.shape != ()
-
-    def of(self, dtype: Any) -> "Histogram":
-        """Returns the probe for a dtype of the program."""
-        return Histogram(dtype) if dtype in FLOAT8_DTYPES else self
+        return is_new and site.is_half and site.shape != ()
 
     def measure(self, array: Array, dtype: Any = None) -> Array:
         """Returns counts by exponent and class, and the bits of the extremes, shape `(1113,)`, uint32."""
-        if self.of(dtype) != self:
-            return self.of(dtype).measure(array)
+        del dtype
         if jnp.iscomplexobj(array):
             array = jnp.stack([array.real, array.imag])
         # The bits are compared as integers: XLA's CPU backend treats a subnormal float32 as zero, also in

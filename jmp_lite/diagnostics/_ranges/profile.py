@@ -32,8 +32,7 @@ class ModuleRange:
         name: the module: named scopes, Flax modules and jitted functions, joined by slashes. Without one, the
             object that holds the last parameter before. For a gradient, the path of the parameter.
         direction: `forward` or `backward`.
-        magnitudes: their magnitudes; in the backward pass, at a scale of 1. An operand in fp8 is divided
-            by its step.
+        magnitudes: their magnitudes; in the backward pass, at a scale of 1.
         scale: the loss scale of the report as a power of two: its exponent in the backward pass, else 0.
 
     Examples:
@@ -62,8 +61,6 @@ class RangeReport(Shown):
         loss_scale: the loss scale, a power of two.
         modules: the values that are half or would be, by module and direction, in the order of the program.
         gradients: the gradient of each parameter, by its path.
-        float8: the operands of matmuls in fp8, each divided by its step, by module and direction: e4m3
-            forward, and the cotangents in e5m2. Empty if no matmul runs in fp8.
 
     Examples:
         >>> report = profile_ranges(lambda w, x: jnp.sum(x @ w) * 1e-9)(jnp.ones((8, 4)), jnp.ones((2, 8)))
@@ -77,7 +74,6 @@ class RangeReport(Shown):
     loss_scale: float
     modules: tuple[ModuleRange, ...]
     gradients: tuple[ModuleRange, ...]
-    float8: tuple[ModuleRange, ...] = ()
 
     @cached_property
     def pooled(self) -> Magnitudes:
@@ -157,9 +153,6 @@ class RangeReport(Shown):
             lines += ["", *wrapped(f"{text} {names}.")]
         if self.without_scale or self.overflowing:
             lines += wrapped("compare_precision says whether this matters, and which rules help.")
-        if self.float8:
-            text = "Operands of matmuls in fp8, each divided by its own scale: e4m3 forward, e5m2 backward."
-            lines += ["", *wrapped(text), "", *aligned(_table(self.float8), left=2)]
         return "\n".join(lines)
 
 
@@ -193,8 +186,7 @@ def profile_ranges(
 
     Args:
         fun: the loss function, as it is given to `jmp_lite.value_and_grad`. It is not changed.
-        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. With `"float8"` the report also counts the
-            operands of products that fp8 flushes to zero. For a function that `autocast` returned it is the
+        dtype: `jnp.float16` or `jnp.bfloat16`, or a name. For a function that `autocast` returned it is the
             dtype of that autocast, for any other float16 by default.
         options: `loss_scale`, `argnums`, `has_aux` and `value_and_grad_fn`, as in `doctor`. The scale is
             rounded down to a power of two.
@@ -216,32 +208,27 @@ def profile_ranges(
     return tool("profile_ranges", fun, dtype, jnp.float16, ranges_of, **options)
 
 
-def ranges_of(case: Case, loss_scale: float | None = None) -> RangeReport:
-    """Returns the report of a call, at its own loss scale or another one."""
+def ranges_of(case: Case) -> RangeReport:
+    """Returns the report of a call."""
     # The program runs in float32, at a scale of 1: nothing is lost before it is counted, and
     # `Magnitudes.fates` adds the scale.
     program, dtype = case.program, case.given.dtype
-    # Rounded down to a power of two.
-    exponent = math.frexp(case.scale if loss_scale is None else loss_scale)[1] - 1
+    exponent = math.frexp(case.scale)[1] - 1  # Rounded down to a power of two.
     probe = Histogram(dtype)
     reference = Reference({}, lost_numbers(program.jaxpr, case.numbers))
     measured = Tapped(program, probe, reference.apply)(1.0)
-    # By module, direction and dtype: the values in fp8 have tables of their own.
-    groups: dict[tuple[str, str, Histogram], list[np.ndarray]] = collections.defaultdict(list)
+    groups: dict[tuple[str, str], list[np.ndarray]] = collections.defaultdict(list)
     for path in sorted(measured.records):
         site = measured.sites[path]
-        direction = "backward" if site.is_scaled else "forward"
-        groups[site.place, direction, probe.of(site.dtype)].append(measured.records[path])
-    modules = [
+        groups[site.place, "backward" if site.is_scaled else "forward"].append(measured.records[path])
+    modules = tuple(
         ModuleRange(
-            name, direction, pooled(map(own.read, records), own.dtype), exponent * (direction == "backward")
+            name, direction, pooled(map(probe.read, records), dtype), exponent * (direction == "backward")
         )
-        for (name, direction, own), records in groups.items()
-    ]
+        for (name, direction), records in groups.items()
+    )
     gradients = tuple(
         ModuleRange(name, "backward", probe.read(record), exponent)
         for name, record in zip(program.gradients, measured.results[1:])  # The first result is the loss.
     )
-    is_half = lambda row: row.magnitudes.dtype == dtype
-    float8 = tuple(row for row in modules if not is_half(row))
-    return RangeReport(dtype, 2.0**exponent, tuple(filter(is_half, modules)), gradients, float8)
+    return RangeReport(dtype, 2.0**exponent, modules, gradients)

@@ -196,6 +196,12 @@ def tool(
     plain, rules = given_rules(caller, fun, dtype, default)
     if rules.dtype == jnp.float32 != np.dtype(default):
         raise ValueError(f"{caller} compares float16 or bfloat16 with float32. Got float32.")
+    # `find_nonfinite` examines a function of autocast to fp8 as it is, and compares nothing.
+    if rules.in_fp8 and default != jnp.float32:
+        raise ValueError(
+            f"{caller} compares float16 or bfloat16 with float32. Got float8: give the same function in "
+            'bfloat16. jmp.explain(jmp.autocast(fun, "float8"))(*args) says which matmuls run in fp8.'
+        )
     call, is_autocast = LossCall(plain, argnums, has_aux, value_and_grad_fn), settings_of(fun) is not None
 
     @functools.wraps(fun)

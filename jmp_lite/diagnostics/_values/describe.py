@@ -169,8 +169,10 @@ class Description:
         first, outside = inner.constants, dataclasses.replace(where, loops=inside.loops)
         given = [operands[number] for number in inner.operands]
         inputs = list(enumerate(zip(open_jaxpr(inner.jaxpr).invars, inner.roles)))
-        # Again until nothing changes: what is known of a carry depends on the body that returns it.
-        while True:
+        # Again while what is known of a carry changes by the body that returns it: each round but the last
+        # makes one more carry depend on the loss scale.
+        results: list[Value] = []
+        for _ in range(inner.carried + 1):
             taken = list(given)
             for number, (var, role) in inputs:
                 # A constant of a loop is the same in each iteration, so its own measurement holds for it.
@@ -186,9 +188,10 @@ class Description:
             # A sum of gradients starts as zeros, and becomes a gradient in the second iteration.
             late = [n for n, result in carries if result.is_scaled and not given[n].is_scaled]
             if not late:
-                return results
+                break
             for number in late:
                 given[number] = given[number]._replace(is_scaled=True)
+        return results
 
     def _site(
         self, path: Path, kind: SiteKind, equation: Equation, operands: Values, aval: Any, where: Where

@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 
 from ..._dtypes import HALF_DTYPES
-from ..._float8.quantize import quantize
 from ..._jaxpr import (
     CALLS,
     PRIMITIVES,
@@ -29,7 +28,6 @@ from ..._jaxpr import (
     Var,
     all_equations,
     bind,
-    cast,
     constants,
     context_of,
     flags_of,
@@ -47,23 +45,11 @@ from .tap import MOST_ITERATIONS
 Flags = frozenset[int]
 """The numbers of the flags that an equation belongs to."""
 
-_FLOAT32 = np.dtype(np.float32)
 _DIGITS = tuple(jnp.finfo(half).nmant for half in HALF_DTYPES)
 # These run once, in float32, on rounded operands: Tensor Cores and XLA's CPU backend also sum in float32.
 _PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 _CALLS: dict[str, Any] = {**CALLS, "while": functools.partial(while_loop, most=MOST_ITERATIONS)}
 _OF_BITS = "bitcast_convert_type"  # Its result depends on the bits of a number.
-
-
-def in_float8(x: Array, dtype: np.dtype) -> Array:
-    """Returns `x` rounded to an fp8 dtype. `Reference` skips the rounding if its flags are off."""
-    return cast(_round_to_float8(cast(x, _FLOAT32), dtype=dtype), x.dtype)
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def _round_to_float8(x: Array, dtype: np.dtype) -> Array:
-    quantized = quantize(lax.stop_gradient(x), dtype)
-    return lax.convert_element_type(quantized.array, _FLOAT32) * quantized.step
 
 
 class ReferenceValue(NamedTuple):
@@ -81,8 +67,8 @@ class Reference:
     """Runs jaxprs in float32, or another dtype `wide`, where all flags of an equation are not on.
 
     `is_on` has a bool for each set of flags in the jaxprs, and `numbers` those that half precision rounds.
-    With `by_hand` it rounds the operands and the result of each half product to the digits of their dtypes,
-    as casts by hand around each matmul do, and keeps the range of float32.
+    With `by_hand` it rounds the operands and the result of each half product to the digits of this dtype, as
+    casts by hand around each matmul do, and keeps the range of float32.
     """
 
     def __init__(
@@ -90,7 +76,7 @@ class Reference:
         is_on: Mapping[Flags, Array],
         numbers: Numbers = MappingProxyType({}),
         wide: Any = np.float32,
-        by_hand: bool = False,
+        by_hand: Any = None,
     ) -> None:
         self._is_on, self._numbers, self._wide, self._by_hand = is_on, numbers, np.dtype(wide), by_hand
 
@@ -115,10 +101,6 @@ class Reference:
         operands = self._operands(equation, values, flags)
         name = equation.primitive.name
         with context_of(equation):
-            if name == "jit" and equation.params["name"] == "_round_to_float8":
-                (x,) = operands
-                (rounded,) = bind(equation, [x.array])
-                return [x._replace(array=self._choose(flags, rounded, x.array))]
             # In bfloat16 JAX draws other numbers
             # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/random/core.py#L530): float16 ones,
             # once rounded, may leave their range.
@@ -207,7 +189,7 @@ class Reference:
         for value, var in zip(operands, equation.invars):
             # An operand that these flags have rounded already is not rounded twice.
             is_rounded = flags is not None and value.rounded is not None and value.rounded <= flags
-            is_rounded &= not self._by_hand
+            is_rounded &= self._by_hand is None
             taken.append(value.array if is_rounded else self._rounded(value.array, var, flags))
         (result,) = bind(equation, taken, **self._wide_params(equation))
         return [ReferenceValue(self._rounded(result, equation.outvars[0], flags), flags)]
@@ -215,8 +197,8 @@ class Reference:
     def _rounded(self, array: Array, var: Var, flags: Flags | None) -> Array:
         """Rounds an array to the dtype of a half variable if the flags are on, or by hand."""
         # With the 8 bits of the exponent of float32: by hand, the range is not that of half.
-        if self._by_hand and is_narrow(var):
-            return lax.reduce_precision(array, 8, jnp.finfo(var.aval.dtype).nmant)
+        if self._by_hand is not None and is_narrow(var):
+            return lax.reduce_precision(array, 8, jnp.finfo(self._by_hand).nmant)
         if not is_narrow(var) or flags not in self._is_on:
             return array
         # `lax.reduce_precision` would flush the subnormal numbers of float16 to zero, as XLA's implementation
@@ -254,6 +236,11 @@ def has_value(jaxpr: Jaxpr, dtypes: Collection[Any] = NARROW) -> bool:
     """Whether an equation of a jaxpr makes a value of one of some dtypes: by default half or fp8."""
     made = (var for equation in all_equations(jaxpr) for var in equation.outvars)
     return any(getattr(var.aval, "dtype", None) in dtypes for var in made)
+
+
+def has_loop(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr has a `while` loop, whose number of steps is not known."""
+    return any(equation.primitive.name == "while" for equation in all_equations(jaxpr))
 
 
 def is_narrow(value: Any) -> bool:

@@ -34,7 +34,8 @@ from .describe import CUT, INLINE, KEPT, LEAVE, Description
 from .sites import Path, Site
 
 MOST_ITERATIONS = 10_000
-"""After so many iterations a tool stops a `while` loop, and says so."""
+"""After so many steps a tool stops a `while` loop, and says that it was not examined."""
+LONG_LOOP = f"a loop of more than {MOST_ITERATIONS:,} steps"
 
 Records: TypeAlias = Side
 """What was measured at each site, by its path."""

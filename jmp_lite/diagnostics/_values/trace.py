@@ -251,7 +251,7 @@ class Measured:
     described: Description
     sites: dict[Path, Site]  # Those of the description that the probe wants.
     records: dict[Path, np.ndarray]  # With an axis for each loop around a site.
-    cut: tuple[str, ...]  # The lines of the while loops that were stopped, since they did not end.
+    cut: tuple[Path, ...]  # The sites of the while loops that were stopped, in the order of the program.
     # The site of each output, if it has one, and then of each auxiliary result.
     outputs: tuple[Path | None, ...]
     results: tuple[np.ndarray, ...]  # Their measurements.
@@ -273,9 +273,8 @@ class Tapped:
         records, results = jax.tree.map(np.asarray, self._run(self._program.at_scale(scale)))
         sites = self._tap.sites
         cuts = (path for path, site in sites.items() if site.kind is SiteKind.CUT)
-        cut = (sites[path].line for path in cuts if (records[path][..., 1] == 1).any())
+        cut = tuple(path for path in sorted(cuts) if (records[path][..., 1] == 1).any())
         outputs = tuple(value.source for value in described.outputs[:floating])
-        cut = tuple(dict.fromkeys(cut))
         return Measured(self._program, described, sites, records, cut, outputs, tuple(results))
 
     def _measure(self, arrays: list[Array]) -> tuple[dict[Path, Array], list[Array]]:

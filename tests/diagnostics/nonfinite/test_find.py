@@ -199,7 +199,7 @@ def test_an_overflow_that_the_next_iteration_makes_finite_and_wrong():
 
     report = find_nonfinite(loss)(w, x)
     assert report.is_finite
-    assert (report.cause.operation, report.cause.iterations) == ("mul", (("scan", 0),))
+    assert report.cause.operation == "mul"
     text = " ".join(str(report).split())
     assert re.search(r"ends in rsqrt, .*test_find.py.*, whose result is finite, and wrong", text)
 

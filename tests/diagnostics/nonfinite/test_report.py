@@ -10,7 +10,7 @@ from jmp_lite.diagnostics._precision.report import Difference
 
 INF = Nonfinite(
     *("inf", "mul", "float16[4]", (1.0, math.inf), ("float16[4]", "float16[4]"), ((1.0, 300.0),) * 2),
-    *("", "w", True, "train.py:3:4 (step)", "", "forward", (), (), "", None),
+    *("", "w", True, "train.py:3:4 (step)", "", "forward", (), "", None),
 )
 NAN = dataclasses.replace(INF, what="NaN", operation="div", line="train.py:4:4 (step)", direction="backward")
 OTHER = dataclasses.replace(INF, operation="exp", line="train.py:5:4 (step)")

@@ -21,17 +21,17 @@ def test_the_iteration_of_a_scan(reverse):
         return jnp.sum(lax.scan(body, 0.0, jnp.arange(9.0), reverse=reverse)[1])
 
     cause = cause_of(loss, w, x)
-    assert (cause.operation, cause.iterations) == ("div", (("scan", 5),))
+    assert cause.operation == "div"
     assert cause.operand_ranges[1] == (0.0, 0.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reverse", "iteration"), [(False, 3), (True, 5)])
-def test_the_first_iteration_of_a_growing_carry(reverse, iteration):
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_first_iteration_of_a_growing_carry(reverse):
     step = lambda c, _: (c * 1e10 + w.sum() * 0, None)
     grow = lambda w, x: w[0, 0] * 0 + lax.scan(step, x[0, 3] + 2, None, length=9, reverse=reverse)[0]
     cause = cause_of(grow, w, x - x[0, 3] - 1)
-    assert (cause.operation, cause.iterations) == ("mul", (("scan", iteration),))
+    assert cause.operation == "mul"
     assert [each.operation for each in find_nonfinite(grow)(w, x - x[0, 3] - 1).others] == []
     assert cause.operand_ranges[0] == (pytest.approx(1e30), pytest.approx(1e30))
 
@@ -48,7 +48,7 @@ def test_a_scan_in_a_scan():
         return lax.scan(outer, jnp.sum(w), jnp.arange(4.0))[0]
 
     cause = cause_of(loss, w, x)
-    assert cause.iterations == (("scan", 2), ("scan", 1))
+    assert (cause.operation, cause.operand_ranges[1]) == ("div", (0.0, 0.0))
 
 
 def test_a_batch_of_while_loops_stops_each_on_its_own():
@@ -111,13 +111,10 @@ def test_a_loop_that_does_not_end_in_half_is_stopped_and_named(nested):
     (here,) = [first + number for number, line in enumerate(lines) if line.endswith("# here\n")]
     (line,) = report.cut
     assert f"test_calls.py:{here}" in line
-    assert "A while loop did not end in 10,000 iterations:" in str(report)
+    assert "Not examined: what follows a loop of more than 10,000 steps, " in " ".join(str(report).split())
     diagnosis = doctor(lambda w: loss(w, jnp.bfloat16), device=None)(weight)
-    assert (diagnosis.findings[0].what, diagnosis.findings[0].where) == (
-        "A while loop did not end in 10,000 iterations.",
-        line,
-    )
-    assert diagnosis.skipped["the values in half"] == "A while loop does not end."
+    assert [each for each in diagnosis.findings if each.severity != "speed"] == []
+    assert diagnosis.skipped["the values in half"].startswith("It has a loop of more than 10,000 steps, ")
     assert find_nonfinite(lambda w: loss(w, jnp.float32))(weight).cut == ()
 
 
@@ -127,6 +124,19 @@ def test_a_loop_under_vmap_that_does_not_end_is_stopped():
 
     report = find_nonfinite(lambda w: jnp.sum(roots(w)))(jnp.ones(3))
     assert len(report.cut) == 1
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_counted_loop_of_12000_steps_is_no_finding_and_an_inf_before_it_is_one(before):
+    def loss(w, steps):
+        start = jnp.log(w[0] * 0) if before else w[0] * 0
+        total = lax.fori_loop(0, steps, lambda _, total: total + 1, lax.stop_gradient(start))
+        return jnp.sum(w) + total + 1 / (total - 10_000)  # The loop is stopped at 10,000.
+
+    diagnosis = doctor(loss, device=None)(jnp.ones(4), jnp.int32(12_000))
+    assert [each.what.split()[2] for each in diagnosis.findings] == (["log"] if before else [])
+    assert diagnosis.skipped["the values in half"].startswith("It has a loop of more than 10,000 steps, ")
+    assert "in float32" not in diagnosis.skipped["the values in half"]
 
 
 def nonfinite_in_a_while(step, *start, large=False):
@@ -146,7 +156,6 @@ def nonfinite_in_a_while(step, *start, large=False):
 def test_a_nan_inside_of_a_while_loop_is_found():
     report = nonfinite_in_a_while(lambda a: [jnp.sqrt(a - 1)], [5.0, 9.0])  # here
     assert (report.cause.what, report.cause.operation) == ("NaN", "sqrt")
-    assert "forward pass, inside of a while loop" in report.cause.head()
     assert report.cause.operand_ranges[0][0] == -1  # After 2, 1 and 0.
     _, first = inspect.getsourcelines(test_a_nan_inside_of_a_while_loop_is_found)
     assert f"test_calls.py:{first + 1}" in report.cause.line
@@ -186,4 +195,4 @@ def test_an_inf_that_enters_the_backward_pass_of_a_scan_begins_outside_of_it():
 
     report = find_nonfinite(loss)(w, x)
     assert (report.loss, report.is_finite) == (0, False)
-    assert (report.cause.what, report.cause.iterations) == ("inf", ())
+    assert (report.cause.what, report.cause.operation) == ("inf", "div")

@@ -29,7 +29,6 @@ def an_overflow_that_ends_in_zero(w):
     (300 * ONES, np.ones(3, np.float32)),
     "mul integer_pow square",
     "use float32 instead of float16 on line",
-    iterations=(("scan", 0),),
 )
 def an_overflow_that_ends_in_zero_in_a_scan_with_remat(w, xs):
     @jax.checkpoint

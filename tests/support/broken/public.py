@@ -19,12 +19,12 @@ HALF, BF16 = jnp.float16, jnp.bfloat16
 # Not finite.
 
 
-@public(np.float32([-200, -100, 0]), "exp", "beyond 88.7 in float32", source="jax-ml/jax#777")
+@public(np.float32([-200, -100, 0]), "exp", "", source="jax-ml/jax#777")
 def a_sigmoid_by_hand(w):
     return jnp.sum(1 / (1 + jnp.exp(-w)))  # here
 
 
-@public(np.float32([1000.1] * 7), "rsqrt", "E[x^2] - E[x]^2", source="google/flax#1491")
+@public(np.float32([1000.1] * 7), "rsqrt", "", source="google/flax#1491")
 def a_batch_norm_with_a_fast_variance(w):
     mean = jnp.mean(w)
     variance = jnp.mean(lax.square(w)) - lax.square(mean)
@@ -94,7 +94,7 @@ def an_average_of_the_weights_in_bfloat16(average, w):
 @public((ONES, ONES), "", "become zero in float16", finite=True, source="engichang1467/Open-Rig3R#35")
 def autocast_without_a_scaler(w, x):
     with jax.named_scope("head"):
-        return jnp.mean(jnp.cos(x[:, None] @ w[None]) - 1) * 1e-8
+        return jnp.mean(jnp.cos(jnp.tile(x, (4, 1)) @ jnp.tile(w[:, None], (1, 4))) - 1) * 1e-8
 
 
 @public(np.full(64, 1e-5, np.float32), "", "", finite=True, source="jax-ml/jax#17792")

@@ -121,27 +121,27 @@ def a_head_with_weights_beyond_65504(w, head):
 # Poles, and a matrix.
 
 
-@loss(ZEROS, "lgamma", "lgamma has poles")
+@loss(ZEROS, "lgamma", "")
 def the_gamma_function_at_zero(w):
     return jnp.sum(special.gammaln(w))  # here
 
 
-@loss(ZEROS, "digamma", "digamma has poles")
+@loss(ZEROS, "digamma", "")
 def the_digamma_function_at_zero(w):
     return jnp.sum(special.digamma(w))  # here
 
 
-@loss(ONES, "erf_inv", "erf_inv has poles")
+@loss(ONES, "erf_inv", "")
 def the_inverse_error_function_at_one(w):
     return jnp.sum(special.erfinv(w))  # here
 
 
-@loss(ONES, "select_n neg", "such as ndtri")
+@loss(ONES, "select_n neg", "")
 def the_quantile_of_one(w):
     return jnp.sum(special.ndtri(w))  # here
 
 
-@loss(np.ones((3, 3), np.float32), "log", "matrix may be singular")
+@loss(np.ones((3, 3), np.float32), "log", "")
 def the_log_determinant_of_a_singular_matrix(w):
     return jnp.linalg.slogdet(w)[1]  # here
 

@@ -21,7 +21,6 @@ class Run:
         finite: whether all results are finite, and wrong.
         scale: the loss scale.
         dtype: the dtype for `doctor`; None for float16.
-        iterations: the loops around the operation, and the number of the iteration in each.
         index: the index of the first bad element of an argument.
         rules: for a function of autocast in float16, its rules; None for a function that runs as it is.
         source: the public issue of which it is a small version.
@@ -36,7 +35,6 @@ class Run:
     finite: bool = False
     scale: float = 1.0
     dtype: str | None = None
-    iterations: tuple[tuple[str, int], ...] = ()
     index: tuple[int, ...] | None = None
     rules: Mapping[str, str] | None = None
     source: str = ""

@@ -34,7 +34,7 @@ def the_epsilon_of_adam_in_float16(params, state, x):
     return optax.apply_updates(params, updates), state
 
 
-@step((ONES, jnp.int32(0), ONES), "rsqrt div pow", "divides by the root of 0")
+@step((ONES, jnp.int32(0), ONES), "rsqrt div pow", "")
 def a_schedule_at_step_zero(w, count, x):
     rate = 0.1 * jax.lax.rsqrt(count.astype(jnp.float32))  # here
     return w - rate * jax.grad(lambda w: jnp.mean((w * x) ** 2))(w), count + 1

@@ -1,0 +1,172 @@
+"""The sources of a program's half values: casts in lines of the user, layers of a library, arguments in half.
+
+If the cast of a source is left out, JAX's promotion computes in float32 all that depends on its result, up to
+a cast back to float32. So a source is an edit that a user can write, where a scope is not.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ..._autocast import has_floating
+from ..._jaxpr import (
+    Arguments,
+    Category,
+    Equation,
+    Forward,
+    Jaxpr,
+    all_equations,
+    call_scope,
+    casting_line,
+    inner_jaxprs,
+    is_by_autocast,
+    is_transposed,
+    scope_of,
+    traits_of,
+)
+from ..._jaxpr import equations as equations_of
+from ..._paths import visible_scope
+from .._values.numbers import Numbers, makes_half, written
+from .._values.reference import is_narrow
+from .._values.sites import line_of
+from .modules import Module, is_of_library
+
+Sources = frozenset[Module]
+
+_LIBRARY = Module("a library", "")
+_NONE = Module("no source", "")
+"""For zeros in half, and casts that JAX makes: they have the dtype of what they meet."""
+
+
+class _Origin(NamedTuple):
+    """What a value comes from."""
+
+    sources: Sources = frozenset()  # Of a half value, or of the half value that was cast to a float32 value.
+    line: str = ""  # For a float32 value, the line that has widened it.
+    is_fixed: bool = False  # Whether it is computed from numbers and constants alone.
+
+
+def _joined(origins: Iterable[_Origin]) -> Sources:
+    return frozenset[Module]().union(*(origin.sources for origin in origins))
+
+
+def sources_of(
+    traced: Arguments, is_step: bool, numbers: Numbers, layers: Sequence[Module] = ()
+) -> list[Sources]:
+    """Returns for each operation of a report what its half values come from.
+
+    An operation in float32 has sources if one of the `numbers` that it takes was converted to half. What one
+    of the `layers` of a library gives comes from it alone: it casts whatever it takes to its own dtype.
+    """
+    named = zip(traced.names, traced.arrays, strict=True)
+    source = lambda name: _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
+    search = _Search(numbers, layers)
+    search.run(traced.jaxpr, [source(name) if is_narrow(array) else _Origin() for name, array in named])
+    every = frozenset[Module]().union(*map(_joined, search.found.values())) - {_NONE, _LIBRARY}
+    # In a loss, a layer of a library has a dtype of its own. In a step, an optimizer casts to the dtypes of
+    # its parameters.
+    of_library = frozenset(source for source in every if source.is_argument and is_step)
+    carried = _carried(traced.jaxpr, search.found)
+
+    def resolved(equation: Equation) -> Sources:
+        if not (any(map(is_narrow, equation.outvars)) or search.of_numbers(equation)):
+            return frozenset()
+        sources = _joined(search.found[id(equation)])
+        own = (sources | of_library if _LIBRARY in sources else sources) - {_LIBRARY, _NONE}
+        # What has no source adapts to what it meets. Alone it is what any half value may need.
+        own = own if own or _NONE not in sources else every
+        return frozenset(dataclasses.replace(each, carries=carried.get(each, ())) for each in own)
+
+    return list(map(resolved, _operations(traced.jaxpr)))
+
+
+class _Search(Forward[_Origin]):
+    """Follows sources forwards through a program."""
+
+    def __init__(self, numbers: Numbers, layers: Sequence[Module]) -> None:
+        super().__init__(self._origins, _both, _Origin(is_fixed=True))
+        self._numbers, self._layers = numbers, layers
+        # By the line of a cast to float32, the sources of what it casts.
+        self._widened: dict[str, Sources] = collections.defaultdict(frozenset)
+
+    def _origins(self, equation: Equation, operands: list[_Origin]) -> list[_Origin]:
+        # A function that JAX jits, such as `jax.nn.one_hot`, has no line of its own: that of its call counts.
+        line = next(filter(None, map(line_of, (equation, *reversed(self.calls)))), "")
+        is_cast, gives_half = equation.primitive.name == "convert_element_type", _gives_half(equation)
+        if is_cast and not gives_half and is_narrow(equation.invars[0]):
+            self._widened[line] |= operands[0].sources
+        # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
+        taken = (origin for origin in operands if origin.line in ("", line))
+        sources = _joined(taken) | self.of_numbers(equation)
+        is_fixed = all(origin.is_fixed for origin in operands)
+        # A cotangent has the dtype of the value whose gradient it is: what this line has cast to float32.
+        if is_cast and gives_half and is_transposed(equation):
+            sources = self._widened[line] or frozenset({_NONE})
+        elif gives_half:
+            sources = sources or _cast(equation, line, is_fixed)
+        sources = (self._layer_of(equation) if sources else None) or sources
+        lines = ("" if is_narrow(var) else line for var in equation.outvars)
+        return [_Origin(sources, own, is_fixed) for own in lines]
+
+    def of_numbers(self, equation: Equation) -> Sources:
+        """Returns the lines that convert the numbers of an equation to half."""
+        found = (written(self._numbers, equation, position) for position in range(len(equation.invars)))
+        lines = (number.line for number in found if number is not None and number.line)
+        return frozenset(Module(line, "", (line,), casts="half precision") for line in lines)
+
+    def _layer_of(self, equation: Equation) -> Sources:
+        """Returns the layer that an equation belongs to; empty if it is not in one."""
+        if not self._layers:
+            return frozenset()
+        around = functools.reduce(lambda scope, call: call_scope(scope_of(call, scope), call), self.calls, "")
+        scope = visible_scope(scope_of(equation, around))
+        return frozenset(layer for layer in self._layers if f"{scope}/".startswith(f"{layer.name}/"))
+
+
+def _gives_half(equation: Equation) -> bool:
+    return any(map(is_narrow, equation.outvars))
+
+
+def _both(first: _Origin, second: _Origin) -> _Origin:
+    sources, is_fixed = first.sources | second.sources, first.is_fixed and second.is_fixed
+    return _Origin(sources, first.line or second.line, is_fixed)
+
+
+def _cast(equation: Equation, line: str, is_fixed: bool) -> Sources:
+    """Returns an operation that makes half values of others as their source; none if it is of a library."""
+    dtype = equation.outvars[0].aval.dtype.name
+    # JAX makes a cast for a gradient. Numbers alone, such as the zeros of `jnp.zeros_like` and `jnp.pad`,
+    # have the dtype of what they are like.
+    if is_transposed(equation) or (is_fixed and not makes_half(line)):
+        return frozenset({_NONE})
+    if is_by_autocast(equation) and not makes_half(line):
+        scope = visible_scope(scope_of(equation))
+        return frozenset({Module(scope or "autocast", "", (line,), autocast=scope)})
+    line = casting_line(equation) or line
+    if is_of_library(line):
+        return frozenset({_LIBRARY})
+    return frozenset({Module(line, "", (line,), casts=dtype)})
+
+
+def _carried(jaxpr: Jaxpr, found: dict[int, list[_Origin]]) -> dict[Module, tuple[str, ...]]:
+    """Returns for each source the lines of the loops whose half carries come from it."""
+    lines: dict[Module, dict[str, None]] = collections.defaultdict(dict)
+    loops = (equation for equation in all_equations(jaxpr) if equation.primitive.name in ("scan", "while"))
+    for equation in loops:
+        carried = inner_jaxprs(equation)[-1].carried  # They are the first results of a loop.
+        for var, origin in list(zip(equation.outvars, found[id(equation)]))[:carried]:
+            for source in origin.sources if is_narrow(var) else ():
+                lines[source][line_of(equation)] = None
+    return {source: tuple(own) for source, own in lines.items()}
+
+
+def _operations(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """Yields the operations of a jaxpr in the order of a report."""
+    for equation in equations_of(jaxpr):
+        if traits_of(equation.primitive.name).category is Category.CALL:
+            for inner in inner_jaxprs(equation):
+                yield from _operations(inner.jaxpr)
+        elif has_floating(equation):
+            yield equation

@@ -1,0 +1,141 @@
+"""Repeats a step in half and in float32: which elements of its states lose their updates."""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jaxpr import Array
+from .flags import FlaggedProgram
+from .modules import Module
+from .report import HARM
+
+STEPS = 20
+"""How often a step is repeated on the same batch."""
+# Stochastic rounding leaves one of fifty elements that should move by this many units of the last place.
+_UNITS = 4
+_SHARE = 0.1  # Of the elements that float32 moves: so many may stay where they are.
+_LEAST = 0.5  # A state that comes less than half as far as in float32 loses its updates.
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """A result that is wrong after some steps in half."""
+
+    what: str  # In one sentence.
+    error: float  # Which of several is the worst.
+    name: str  # The path of the result, or of the argument whose new value it is.
+    in_half: bool = False  # Whether the state is in half itself.
+    is_lost: bool = False  # Whether it does not move at all.
+
+
+Trained: TypeAlias = tuple[dict[int, list[float]], list[Array]]
+"""The values of each scalar that is no state, by its number, and the floating states at the end."""
+
+
+class States:
+    """The states of a step. `state` has for each result that is one the index of its argument."""
+
+    def __init__(self, program: FlaggedProgram, state: dict[int, int]) -> None:
+        self._program, self._state, self._start = program, state, program.arrays(1.0)
+        # The loss of a loss function is compared where its gradients are.
+        self._metrics = len(program.outputs) if program.is_step else 0
+        self._floating = [number for number in state if number < program.floating]
+        dtypes = [program.argument(state[number])[1] for number in self._floating]
+        self.in_half = any(dtype in ("float16", "bfloat16") for dtype in dtypes)
+
+    def __bool__(self) -> bool:
+        return bool(self._state)
+
+    def wrong(self, kept: Collection[Module] = ()) -> list[Wrong]:
+        """Returns what is wrong with some modules in float32 and the others in half, the worst first."""
+        # An error of one step says little: the first update of Adam is the sign of each gradient, and near an
+        # optimum every gradient is mostly rounding error. So the step is repeated on the same batch.
+        half = self._run(self._program.groups - frozenset(kept))
+        return sorted([*self._of_metrics(half), *self._of_states(half)], key=lambda each: -each.error)
+
+    @functools.cached_property
+    def _in_float32(self) -> Trained:
+        return self._run(None)
+
+    def _of_metrics(self, half: Trained) -> Iterator[Wrong]:
+        last = lambda values: float(np.mean(values[-STEPS // 5 :]))
+        for number, values in self._in_float32[0].items():
+            end, start = last(values), values[0]
+            size, difference = max(abs(end), abs(start - end)), abs(last(half[0][number]) - end)
+            error = difference / size if size else difference
+            if not error <= HARM:  # Also if it is NaN.
+                path = self._program.outputs[number]
+                name = f"result {path}" if path.isdigit() else path or "result"
+                what = f"The {name} of the step" if path.isdigit() or not path else path
+                yield Wrong(f"{what} is {times(error)} off from float32 {_ON}.", error, name)
+
+    def _of_states(self, half: Trained) -> Iterator[Wrong]:
+        for number, own, full in zip(self._floating, half[1], self._in_float32[1]):
+            index = self._state[number]
+            name, dtype = self._program.argument(index)
+            in_half, start = dtype in ("float16", "bfloat16"), self._start[index]
+            if not jnp.issubdtype(start.dtype, jnp.inexact):
+                continue
+            moved, stuck, far, part, error = map(float, _compared(start, full, own, jnp.finfo(dtype).eps))
+            share = stuck / moved if moved else 0.0
+            # A part that is NaN in half is not at least anything.
+            if moved and (not part >= _LEAST or (in_half and far > _SHARE * moved)):
+                lost = (
+                    f"The update is lost{f' in {dtype}' if in_half else ''} for {share:.0%} of the elements"
+                )
+                what = f"{lost} of {name} that have one: they never move {_ON}."
+                if share <= _SHARE:
+                    what = f"The update is lost in part: {name} comes {part:.0%} as far as in float32 {_ON}."
+                yield Wrong(what, max(share, 1 - part), name, in_half, share == 1)
+            elif in_half and error > 1:
+                what = f"{name} in {dtype} ends {times(error)} as far from float32 as it moves there {_ON}."
+                yield Wrong(what, error, name, in_half)
+
+    def _run(self, half: Collection[Module] | None) -> Trained:
+        arrays, metrics = list(self._start), dict[int, list[float]]()
+        for _ in range(STEPS):
+            results = self._program.run(arrays, half)
+            for number, result in enumerate(results[: self._metrics]):
+                if number not in self._state and not result.shape and not jnp.iscomplexobj(result):
+                    metrics.setdefault(number, []).append(float(result))
+            for number, index in self._state.items():
+                arrays[index] = results[number]
+        return metrics, [arrays[self._state[number]] for number in self._floating]
+
+
+_ON = f"in {STEPS} steps on this batch"
+
+
+def times(error: float) -> str:
+    """Returns a relative error in words."""
+    return f"{error:,.0f} times" if error >= 10 else f"{error:.2g} times" if error >= 2 else f"{error:.0%}"
+
+
+@jax.jit
+def _compared(start: Array, full: Array, half: Array, eps: float) -> tuple[Array, ...]:
+    """Compares a state with float32.
+
+    Returns how many elements move in float32, how many of these never move in half, how many of these should
+    by some units, how far the state comes, as a part of how far it comes in float32, and the error of the
+    elements that move by some units, over their movement.
+    """
+    way, own = full - start, half - start
+    largest = jnp.max(jnp.abs(way), initial=0)
+    way, own = (each / jnp.where(largest > 0, largest, 1) for each in (way, own))
+    # A unit of the last place of each element; of 0 it is 0.
+    _, exponent = jnp.frexp(jnp.abs(start))
+    units = _UNITS * jnp.where(start == 0, 0, jnp.ldexp(jnp.asarray(eps, jnp.float32), exponent - 1))
+    units = units / jnp.where(largest > 0, largest, 1)
+    moves, is_stuck = way != 0, (way != 0) & (own == 0)
+    is_far = (jnp.abs(way) >= units) & moves
+    norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x))))
+    counts = (jnp.sum(each) for each in (moves, is_stuck, is_stuck & is_far))
+    moved = is_far | ((jnp.abs(own) >= units) & (own != 0))
+    chosen = lambda x: norm(jnp.where(moved, x, 0))
+    error = jnp.where(moved.any(), chosen(own - way) / jnp.maximum(chosen(way), 1e-30), 0)
+    return (*counts, norm(own) / jnp.maximum(norm(way), 1e-30), error)
