@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jaxpr.calls import CALLS, remat_from_half
+from .._jaxpr.calls import CALLS
 from .._jaxpr.inner import Role, right_sides, with_repeated
 from .._jaxpr.primitives import traits_of
 from .._jaxpr.read import Array, Equation
@@ -54,8 +54,7 @@ def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: 
         bodies = [jax.checkpoint(bodies[0], policy=_saved_by_loop, prevent_cse=False)]
     arrays += [operands[index].to(jnp.float32) for index in paired]
     if action.kept:  # A `jax.checkpoint` that keeps operands in bfloat16 (`passes.checkpoints`).
-        primal = interpreter.without_derivative(bodies[0])
-        run = remat_from_half(equation, bodies[0], primal, action.kept, interpreter.half)
+        run = interpreter.rematerialized(equation, bodies[0], action.kept)
         return interpreter.with_paths(run(*arrays), action.paired)
     # A path has the sharding and the specs of its half value.
     equation = with_repeated(equation, paired, action.paired)

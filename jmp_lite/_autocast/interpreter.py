@@ -15,7 +15,7 @@ from jax import lax
 from .._float8.action import Float8, cast_to_float8
 from .._float8.quantize import FORWARD
 from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse
-from .._jaxpr.calls import Body, Outputs
+from .._jaxpr.calls import Body, Outputs, remat_from_half
 from .._jaxpr.picks import bind_pick
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
 from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, open_jaxpr
@@ -43,15 +43,15 @@ class Interpreter:
         self.half = planner.rules.dtype
         self.is_linear = self.is_primal = False
         self._handlers = handlers
-        # JAX remembers the trace and the derivative of a function by the function itself. So equal calls and
-        # equal regions, such as those of equal layers, get the same one.
+        # JAX remembers the trace and the derivative of a function by the function itself. So equal calls,
+        # such as those of equal layers, get the same one.
         self._bodies: dict[Any, Body] = {}
-        self._regions: dict[Any, Callable[..., Array]] = {}
+        self._rematerialized: dict[Any, Callable[..., list[Array]]] = {}
         self._counts: collections.Counter[Any] = collections.Counter()  # How often each `kind_of` occurs.
 
     def forget(self) -> None:
         """Drops what equal parts of the program share, and the plans. See `Planner.forget`."""
-        for shared in (self._bodies, self._regions, self._counts):
+        for shared in (self._bodies, self._rematerialized, self._counts):
             shared.clear()
         self.planner.forget()
 
@@ -65,6 +65,16 @@ class Interpreter:
             yield
         finally:
             self.is_linear = was_linear
+
+    def rematerialized(
+        self, equation: Equation, body: Body, kept: tuple[int, ...]
+    ) -> Callable[..., list[Array]]:
+        """Returns a `jax.checkpoint` that keeps operands in half; see `remat_from_half`."""
+        key = body, kept, equation.params["prevent_cse"]
+        if key not in self._rematerialized:
+            primal = self.without_derivative(body)
+            self._rematerialized[key] = remat_from_half(equation, body, primal, kept, self.half)
+        return self._rematerialized[key]
 
     def without_derivative(self, body: Body) -> Body:
         """Returns the body for a pass that is not differentiated. Its regions run without barriers."""
@@ -120,7 +130,7 @@ class Interpreter:
             # Nothing reads the value of an operation that a region computes.
             return [Value(None) if action.operand is None else read(equation.invars[action.operand])]
         if isinstance(action, Recompute):
-            return [run_region(action, read, self.half, self._regions, self.is_primal)]
+            return [run_region(action, read, self.half, self.is_primal)]
         # The program's scopes and source lines stay on what runs in its place, for profiles and for errors.
         operands = list(map(read, equation.invars))
         with context_of(equation):

@@ -1,15 +1,17 @@
 """Runs a region, such as an activation function or a softmax, in float32 of half values."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 
-from .._jaxpr.bind import INLINE, bar_cotangent, bind, cast, recomputed, round_cotangent, widen
-from .._jaxpr.read import Array, Equation, Var, context_of, is_float32, is_literal
+from .._jaxpr.bind import INLINE, bar_cotangent, cast, recomputed, round_cotangent, widen
+from .._jaxpr.read import Array, Equation, Var, bind_params, context_of, is_float32, is_literal
 from .planning.plan import Recompute
 from .planning.softmaxes import Barrier
 from .value import Value
@@ -23,33 +25,56 @@ class _Arrays(NamedTuple):
     extras: list[Array]
 
 
-def run_region(
-    action: Recompute,
-    read: Callable[[Var], Value],
-    half: Any,
-    traced: dict[Any, Callable[..., Array]],
-    is_primal: bool,
-) -> Value:
+@dataclasses.dataclass(frozen=True)
+class _Number:
+    """A number that is written into the program."""
+
+    value: Any = dataclasses.field(compare=False)
+    text: str  # By which it is compared: 0.0 and -0.0 are two numbers.
+
+
+class _Step(NamedTuple):
+    """An operation of a region, whose operands have numbers (`_Program`)."""
+
+    primitive: Primitive
+    params: tuple[tuple[str, Any], ...]
+    operands: tuple[int | _Number, ...]
+
+
+class _Program(NamedTuple):
+    """What equal regions have in common. It holds no variables and no arrays of the user's program.
+
+    Its values are numbered: the sources, the extras, then the result of each step.
+    """
+
+    barrier: Barrier
+    sources: int  # How many there are.
+    extras: int
+    steps: tuple[_Step, ...]
+    logits: int | None  # The logits of a softmax whose derivative needs the weights alone.
+    inputs: tuple[int, ...]  # The inputs that an activation function computes itself.
+
+    @property
+    def result(self) -> int:
+        return self.sources + self.extras + len(self.steps) - 1
+
+
+def run_region(action: Recompute, read: Callable[[Var], Value], half: Any, is_primal: bool) -> Value:
     """Runs a region.
 
     Args:
         action: the region.
         read: returns the value of a variable.
         half: the half dtype.
-        traced: the functions of the regions that the interpreter has run. It gets those of new ones.
         is_primal: whether no derivative is taken, so that no barriers are needed.
     """
-    # JAX remembers the trace and the derivative of a jitted function, so equal layers share them.
-    key = is_primal, _structure(action)
-    if key not in traced:
-        traced[key] = _function(action, half, is_primal)
-    run, arrays = traced[key], _arrays(action, read, half)
+    program, arrays = _program(action), _arrays(action, read, half)
     with context_of(action.equations[-1]):
-        result = run(*arrays)
-    if action.region.barrier is not Barrier.CHECKPOINT or len(action.region.sources) > 1:
+        result = _function(program, half, is_primal)(*arrays)
+    if program.barrier is not Barrier.CHECKPOINT or program.sources > 1:
         return Value(result)
     # A cast to fp8 computes an activation function of one value again (`cast_to_float8`).
-    again = functools.partial(_compute, action, half)
+    again = functools.partial(_compute, program, half)
     return Value(result, computed=(lambda arrays: again(*arrays), arrays))
 
 
@@ -63,16 +88,40 @@ def _arrays(action: Recompute, read: Callable[[Var], Value], half: Any) -> _Arra
     return _Arrays(halves, [value.path for value in sources], extras)
 
 
-def _function(action: Recompute, half: Any, is_primal: bool) -> Callable[..., Array]:
+def _program(action: Recompute) -> _Program:
+    region = action.region
+    # Layers that differ only in the names of their variables are equal.
+    numbers = {var: number for number, var in enumerate((*region.sources, *region.extras))}
+
+    def step(equation: Equation) -> _Step:
+        operands = tuple(
+            _Number(var.val, repr(var)) if is_literal(var) else numbers[var] for var in equation.invars
+        )
+        numbers[equation.outvars[0]] = len(numbers)
+        return _Step(equation.primitive, tuple(equation.params.items()), operands)
+
+    steps = tuple(map(step, action.equations))
+    logits = None if region.logits is None else numbers[region.logits]
+    # XLA would store the cotangent of such an input twice: for its addends, and for the sum that is the
+    # gradient of a bias.
+    rounded = region.inputs if region.barrier is Barrier.CHECKPOINT else ()
+    inputs = tuple(numbers[var] for var in rounded if var not in region.sources)
+    return _Program(region.barrier, len(region.sources), len(region.extras), steps, logits, inputs)
+
+
+# JAX remembers the trace and the derivative of a jitted function by the function itself, and keeps both. So
+# equal layers share one function, and so do all traces of a program.
+@functools.lru_cache(maxsize=1024)
+def _function(program: _Program, half: Any, is_primal: bool) -> Callable[..., Array]:
     """Returns a region as a function of its arrays that JAX computes again in the backward pass."""
     # Where no derivative is taken, nothing is computed again.
-    compute = functools.partial(_compute, action, half)
-    if action.region.barrier is Barrier.CHECKPOINT:
+    compute = functools.partial(_compute, program, half)
+    if program.barrier is Barrier.CHECKPOINT:
         fun = compute if is_primal else jax.checkpoint(compute)
-    elif action.region.logits is not None and not is_primal:
-        fun = _from_weights(compute, functools.partial(_evaluate, action, action.region.logits, half))
+    elif program.logits is not None and not is_primal:
+        fun = _from_weights(compute, functools.partial(_evaluate, program, program.logits, half))
     else:
-        is_barred = action.region.barrier is Barrier.SOURCES and not is_primal
+        is_barred = program.barrier is Barrier.SOURCES and not is_primal
         fun = jax.checkpoint(recomputed(compute) if is_barred else compute, prevent_cse=False)
     # Inlined, so that the jaxpr is that of the operations themselves.
     return jax.jit(fun, inline=INLINE)
@@ -111,32 +160,26 @@ def _from_weights(softmax: Callable[..., Array], logits: Callable[..., Array]) -
     return run
 
 
-def _compute(action: Recompute, half: Any, *arrays: Any) -> Array:
-    return cast(_evaluate(action, action.equations[-1].outvars[0], half, *arrays), half)
+def _compute(program: _Program, half: Any, *arrays: Any) -> Array:
+    return cast(_evaluate(program, program.result, half, *arrays), half)
 
 
 def _evaluate(
-    action: Recompute,
-    result: Var,
+    program: _Program,
+    result: int,
     half: Any,
     halves: Sequence[Array],
     paths: Sequence[Array | None],
     extras: Sequence[Array],
 ) -> Array:
-    """Returns a variable of a region in float32."""
-    region = action.region
-    known = dict(zip(region.extras, extras, strict=True))
-    for var, x, path in zip(region.sources, halves, paths, strict=True):
-        known[var] = _source(region.barrier, x, path, half)
-    read = lambda var: var.val if is_literal(var) else known[var]
-    for equation in action.equations:
-        if result in known:  # The logits are made before the last equation.
-            break
-        known.update(zip(equation.outvars, bind(equation, list(map(read, equation.invars))), strict=True))
-        # XLA would store the cotangent of such an input twice: for its addends, and for the sum that is the
-        # gradient of a bias.
-        if region.barrier is Barrier.CHECKPOINT and equation.outvars[0] in region.inputs:
-            known[equation.outvars[0]] = round_cotangent(known[equation.outvars[0]], half)
+    """Returns a value of a region in float32."""
+    known = [_source(program.barrier, x, path, half) for x, path in zip(halves, paths, strict=True)]
+    known += extras
+    for step in program.steps[: max(0, result + 1 - len(known))]:
+        operands = [x.value if isinstance(x, _Number) else known[x] for x in step.operands]
+        found = step.primitive.bind(*operands, **bind_params(step.primitive, dict(step.params)))
+        (value,) = found if step.primitive.multiple_results else (found,)
+        known.append(round_cotangent(value, half) if len(known) in program.inputs else value)
     return known[result]
 
 
@@ -155,24 +198,3 @@ def broadcast_to_half(x: Array, equation: Equation, half: Any) -> Array:
     """Returns a float32 operand in the shape of the result, in half. Its gradient is summed in float32."""
     # In the other order, the transpose of the broadcast would be a sum of half cotangents.
     return cast(jnp.broadcast_to(x, equation.outvars[0].aval.shape), half)
-
-
-def _structure(action: Recompute) -> tuple[Any, ...]:
-    """Returns what equal regions have in common: their equations, with numbers for variables."""
-    # A variable's number is that of its first appearance, so layers that differ only in names are equal.
-    numbers: dict[Var, int] = {}
-
-    def number(variables: Iterable[Var]) -> tuple[Any, ...]:
-        return tuple(
-            repr(var) if is_literal(var) else numbers.setdefault(var, len(numbers)) for var in variables
-        )
-
-    operands = number((*action.region.sources, *action.region.extras))
-    return (
-        action.region.barrier,
-        operands,
-        *(
-            (each.primitive, tuple(each.params.items()), number(each.invars), number(each.outvars))
-            for each in action.equations
-        ),
-    )

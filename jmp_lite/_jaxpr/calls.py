@@ -101,52 +101,68 @@ def remat_from_half(
 ) -> Callable[..., list[Array]]:
     """Returns a rematerialized function that keeps some operands in `half` for its backward pass.
 
+    JAX traces and differentiates it once for all calls.
+
     Args:
         equation: a `remat2` without a policy.
         body: the function, without side outputs.
         primal: the same function where no derivative is taken.
-        kept: the indexes of the operands to keep in half.
+        kept: the indexes of the float32 operands to keep in half.
         half: the half dtype.
     """
-
     remat = functools.partial(jax.checkpoint, prevent_cse=equation.params["prevent_cse"])
+    # The forward pass reads the operands as they are. Without this `jax.checkpoint`, and those of the regions
+    # inside, a loop would compute in front of it what no iteration changes, such as the fill of a causal
+    # mask: in float32, as large as all scores (https://github.com/jax-ml/jax/pull/1664).
+    forward = jax.checkpoint(primal, prevent_cse=False)
+
+    # The backward pass computes the function again from the half copies.
+    @functools.cache
+    def recomputation(moving: tuple[int, ...], moves: tuple[bool, ...]) -> Callable[..., list[Array]]:
+        return remat(functools.partial(_changes_from_half, body, kept, moving, moves))
 
     @jax.custom_jvp
     def run(*arrays: Array) -> list[Array]:
         return remat(body)(*arrays)[0]
 
     def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
-        # The forward pass reads the operands as they are. Without this `jax.checkpoint`, and those of the
-        # regions inside, a loop would compute in front of it what no iteration changes, such as the fill of a
-        # causal mask: in float32, as large as all scores (https://github.com/jax-ml/jax/pull/1664).
-        results = jax.checkpoint(primal, prevent_cse=False)(*primals)[0]
-        moving = [index for index, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
-        moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]  # Integers have no tangents.
-
-        # The backward pass computes the function again from the half copies.
-        @remat
-        def again(copies: list[Array], directions: list[Array]) -> list[Array]:
-            operands = [cast(x, primals[i].dtype) if i in kept else x for i, x in enumerate(copies)]
-
-            # A function of the perturbed operands alone: zeros for the others would be instantiated.
-            def of_moving(*moved: Array) -> list[Array]:
-                given = dict(zip(moving, moved))
-                new = body(*(given.get(index, x) for index, x in enumerate(operands)))[0]
-                return [x for x, each in zip(new, moves) if each]
-
-            return jax.jvp(of_moving, [operands[i] for i in moving], directions)[1]
-
+        results = forward(*primals)[0]
+        moving = tuple(index for index, x in enumerate(tangents) if not isinstance(x, SymbolicZero))
+        moves = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in results)  # Integers have no tangents.
         # By default XLA would leave out a cast down and up again, and keep the operand itself:
         # https://github.com/jax-ml/jax/issues/6283, https://github.com/openxla/xla/issues/41605.
         copies = [lax.optimization_barrier(cast(x, half)) if i in kept else x for i, x in enumerate(primals)]
-        changes = iter(again(copies, [tangents[index] for index in moving]))
+        changes = iter(recomputation(moving, moves)(copies, [tangents[index] for index in moving]))
         zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
         return results, [next(changes) if each else zero(x) for x, each in zip(results, moves)]
 
-    # Otherwise the operands without a tangent, such as integers, would get zeros, and `again` would compute
-    # derivatives with respect to them too (https://github.com/jax-ml/jax/issues/11208).
+    # Otherwise the operands without a tangent, such as integers, would get zeros, and the derivatives with
+    # respect to them would be computed too (https://github.com/jax-ml/jax/issues/11208).
     run.defjvp(rule, symbolic_zeros=True)
     return run
+
+
+def _changes_from_half(
+    body: Body,
+    kept: Sequence[int],
+    moving: Sequence[int],
+    moves: Sequence[bool],
+    copies: list[Array],
+    directions: list[Array],
+) -> list[Array]:
+    """Returns the tangents of the results that have any, from the copies of the operands.
+
+    `directions` are the tangents of the operands at the indexes `moving`.
+    """
+    operands = [cast(x, jnp.float32) if index in kept else x for index, x in enumerate(copies)]
+
+    # A function of the perturbed operands alone: zeros for the others would be instantiated.
+    def of_moving(*moved: Array) -> list[Array]:
+        given = dict(zip(moving, moved))
+        new = body(*(given.get(index, x) for index, x in enumerate(operands)))[0]
+        return [x for x, each in zip(new, moves) if each]
+
+    return jax.jvp(of_moving, [operands[index] for index in moving], directions)[1]
 
 
 def shard_map(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -> Outputs:
