@@ -709,3 +709,39 @@ def test_a_tangent_may_be_a_python_number(tangent):
     fun.defjvp(lambda p, d: (fun(*p), jnp.sum(W @ W) * d[0]))
     (_, found), (_, expected) = (jax.jvp(f, (1.0,), (tangent,)) for f in (jmp.autocast(fun), fun))
     np.testing.assert_allclose(found, expected, rtol=0.02)
+
+
+TABLES = {
+    "scaled": lambda w: w * jnp.linspace(0.5, 1, 8),
+    "doubled": lambda w: w * 2,
+    "summed": lambda w: w + 0.1 * w[:1],
+    "normalized": lambda w: w / jnp.linalg.norm(w, axis=-1, keepdims=True),
+    "of a product": lambda w: w @ W,
+}
+
+
+@each_half
+@pytest.mark.parametrize("name", TABLES)
+def test_a_lookup_in_a_table_that_is_computed_has_the_same_products_in_both_orders(name, half):
+    loss = lambda w, x, ids: jnp.sin(x + jax.nn.one_hot(ids, 8) @ TABLES[name](w)).mean()
+    args = W, X, jnp.arange(4)
+    kinds = [live_products(jax.make_jaxpr(in_order(order, loss, half))(*args)) for order in ORDERS]
+    assert kinds[0] == kinds[1]
+
+
+COMPARED = {
+    "hinge": lambda y: jnp.maximum(0, 1 - y),
+    "absolute": lambda y: jnp.abs(y - 0.3),
+    "largest": lambda y: y.max(0),
+    "clipped": lambda y: jnp.clip(y, -1, 1),
+    "selected": lambda y: jnp.where(y > 0, y, 0.1 * y),
+}
+
+
+@each_half
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_product_that_the_gradient_only_compares_is_the_same_in_both_orders(name, half):
+    """Without the value of the loss, only the predicates of its derivative read the last product."""
+    loss = lambda w: COMPARED[name](X @ w).mean()
+    kinds = [live_products(jax.make_jaxpr(in_order(order, loss, half))(W)) for order in ORDERS]
+    assert set(kinds[1]) == set(kinds[0]) == {("dot_general", half, half, half)}

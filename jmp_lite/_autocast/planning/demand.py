@@ -22,7 +22,7 @@ from .rules import Rules
 from .ruling import Ruling, kind_in_demand
 from .scopes import Scopes
 from .softmaxes import Region
-from .states import Kind, State
+from .states import WIDE, Kind, State
 from .wanted import Demand, Everything, Wanted
 
 
@@ -59,6 +59,20 @@ class Analysis:
     def makes_gradient(self, op: Op) -> bool:
         """Whether an operation makes a result of the backward pass, such as the gradient of a weight."""
         return not self.gradients.isdisjoint(op.equation.outvars)
+
+    def is_gradient_of_half(self, op: Op) -> bool:
+        """Whether a product by one-hot labels is in a backward pass, and in half in the forward pass."""
+        if not self.context.is_backward(op):
+            return False
+        # Both take the same labels, the forward pass beside a table and the backward pass beside a cotangent.
+        labels = [var for var in op.variables if self.kind(var) == Kind.BINARY]
+        readers = (self.ops[index] for var in labels for index in self.readers.operations[var])
+        return any(
+            reader.traits.category is Category.ALLOW
+            and not self.context.is_backward(reader)
+            and not any(self.kind(var) in WIDE for var in reader.variables)
+            for reader in readers
+        )
 
 
 class DemandWalk:
@@ -207,7 +221,7 @@ class DemandWalk:
         If the operation computes in float32, `kept` should not be rounded.
         """
         demand = analysis.demand
-        _note_use(op, demand)
+        _note_use(op, demand, analysis.context.is_backward(op))
         takes_half, gives_half = self._halves(op, ruling, analysis, result)
         demand.want(op.variables, _wants(op, ruling, takes_half, gives_half, result, self._rules.dtype))
         if _reads_in_float32(op, ruling, takes_half, gives_half, demand):
@@ -219,7 +233,8 @@ class DemandWalk:
             operands = list(map(analysis.kind, op.equation.invars))
             # A product by one-hot labels selects numbers for float32 operations, as a lookup would. One that
             # makes the gradient of a weight is a product like others.
-            selects = Kind.BINARY in operands and result is Wanted.NO and not analysis.makes_gradient(op)
+            is_gradient = analysis.makes_gradient(op) or analysis.is_gradient_of_half(op)
+            selects = Kind.BINARY in operands and result is Wanted.NO and not is_gradient
             takes_half = ruling.takes_half(operands) and not selects and result is not Wanted.EXACT
             return takes_half, takes_half
         if ruling.category is not Category.INFER or ruling.reason:
@@ -279,17 +294,22 @@ def _absorb(index: int, wanted: Wanted, analysis: Analysis, absorbed: set[int], 
     return True
 
 
-def _note_use(op: Op, demand: Demand) -> None:
+def _note_use(op: Op, demand: Demand, is_backward: bool) -> None:
     """Notes whether an operation reads its operands as numbers, or makes integers or booleans of them."""
+    results = [demand.uses[var] for var in op.equation.outvars]
+    selects = any(uses.by_backward for uses in results)
+    # In `autocast(grad(f))`: a predicate, or the zeros and ones that are made of it.
+    for var in op.variables:
+        demand.uses[var].by_backward |= is_backward or (selects and not read.is_floating(var))
     # What leads to a cast to integers or to a comparison by element-wise operations and moves alone should be
-    # exact: an identifier of 261 is another one than 260, and bfloat16 has only the latter.
-    if _makes_integers(op):
+    # exact: an identifier of 261 is another one than 260, and bfloat16 has only the latter. A comparison by
+    # which the backward pass selects cotangents is that of the numbers of the forward pass.
+    if _makes_integers(op) and not selects:
         demand.read_exactly(op.variables)
         return
     # Other operations that return integers, such as `argmax`, compare numbers with each other. A matmul whose
     # result becomes integers reads numbers too.
-    results = [demand.uses[var] for var in op.equation.outvars]
-    if _is_numeric(op) or any(uses.as_number for uses in results):
+    if selects or _is_numeric(op) or any(uses.as_number for uses in results):
         demand.read_numbers(op.variables)
     elif any(uses.exactly for uses in results):
         demand.read_exactly(op.variables)

@@ -75,7 +75,8 @@ def _why_float32(op: Op, operands: Sequence[State], wanted: Wanted, analysis: An
     # A product by one-hot labels selects numbers, for float32 operations if nothing wants half. (The demand
     # asks the same before it knows whether the other operand is float32.)
     selects = sorted(state.kind for state in operands) == [Kind.BINARY, Kind.FLOAT32]  # As in a CTC loss.
-    return _SELECTS if selects and wanted is Wanted.NO and not analysis.makes_gradient(op) else ""
+    is_gradient = analysis.makes_gradient(op) or analysis.is_gradient_of_half(op)
+    return _SELECTS if selects and wanted is Wanted.NO and not is_gradient else ""
 
 
 def _product_in_half(op: Op, operands: Sequence[State], analysis: Analysis) -> Decision:
