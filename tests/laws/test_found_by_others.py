@@ -75,3 +75,10 @@ def test_a_variable_that_is_no_array_made_inside():
     x = normal(0, 8, 8)
     found = jmp.autocast(lambda x: nnx.Variable(x, hijax=True)[...] @ x)(x)
     np.testing.assert_allclose(found, x @ x, rtol=0.02, atol=0.1)
+
+
+def test_the_log_sum_of_one_vector():
+    """optax's Fenchel-Young loss under `vmap`: the sum of a softmax's exponentials is a scalar."""
+    loss = jnp.vectorize(lambda x, y: jax.nn.logsumexp(x) - jnp.vdot(x, y), signature="(n),(n)->()")
+    x, y = normal(0, 3, 6), normal(1, 3, 6)
+    np.testing.assert_allclose(jax.vmap(jmp.autocast(loss))(x, y), loss(x, y), rtol=0.02, atol=0.05)
