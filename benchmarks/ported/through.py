@@ -1,6 +1,5 @@
 """A pytest plugin of `suite`: functions that tests give to `jax.jit`, `jax.grad` and others go through us."""
 
-import collections
 import functools
 import importlib
 import inspect
@@ -64,20 +63,14 @@ def relaxed(strict: Callable[..., Any], tolerant: Callable[..., Any]) -> Callabl
     return functools.update_wrapper(compare, strict)
 
 
-def derivative(jvp: Callable[..., Any], fun: Any, primals: Any, tangents: Any, eps: float = 0) -> Any:
-    """Returns JAX's derivative in place of finite differences, which half values do not have."""
-    return jvp(fun, tuple(primals), tuple(tangents))[1]
-
-
 def pytest_load_initial_conftests() -> None:
     """Replaces the functions before the suite is imported."""
+    jvp = jax.jvp
     jax.__dict__.update({name: given(getattr(jax, name)) for name in TRANSFORMS})
-    with suppress(ImportError):  # JAX's own suite checks derivatives by these.
-        checks, tests = (
-            importlib.import_module(f"jax._src.{name}") for name in ("public_test_util", "test_util")
-        )
-        checks.__dict__["numerical_jvp"] = functools.partial(derivative, jax.jvp.__wrapped__)
+    with suppress(ImportError):  # JAX's suite takes derivatives by these; finite differences need float32.
+        checks, tests = (importlib.import_module(f"jax._src.{name}test_util") for name in ("public_", ""))
         checks.__dict__["api"] = tests.__dict__["api"] = jax
+        checks.__dict__["numerical_jvp"] = lambda fun, x, t, eps=0: jvp(fun, tuple(x), tuple(t))[1]
     for module, owner, method in (name.rsplit(".", 2) for name in SETTINGS["call"]):
         owner = getattr(importlib.import_module(module), owner)
         setattr(owner, method, called(getattr(owner, method)))
@@ -90,10 +83,10 @@ def pytest_load_initial_conftests() -> None:
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Keeps some cases of each test, in an order drawn once: a run that is cut is a sample."""
-    seen = collections.Counter()
+    seen: dict[Any, int] = {}
     for item in list(items):
         test = item.parent, getattr(inspect.unwrap(getattr(item, "function", item)), "__code__", item)
-        seen[test] += 1
+        seen[test] = seen.get(test, 0) + 1
         if seen[test] > SETTINGS["keep"]:
             items.remove(item)
     random.Random(0).shuffle(items)

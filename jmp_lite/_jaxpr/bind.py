@@ -43,7 +43,7 @@ def bind_repeated(equation: Equation, operands: Sequence[Array], **changed: Any)
 
 def kind_of(equation: Equation) -> tuple[Any, ...]:
     """Returns a key that is the same for operations that look alike, such as those of equal layers."""
-    return equation.primitive, *((var.aval.shape, var.aval.dtype) for var in equation.invars)
+    return equation.primitive, *(var.aval for var in equation.invars)
 
 
 def _may_be_remembered(equation: Equation) -> bool:

@@ -105,7 +105,7 @@ def is_reference(var: Var) -> bool:
 
 def is_floating(var: Var) -> bool:
     """Whether a variable or literal holds floating-point or complex numbers, which have derivatives."""
-    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    return jnp.issubdtype(getattr(var.aval, "dtype", np.bool_), jnp.inexact)
 
 
 def floating_operands(equation: Equation) -> list[Var]:

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
+import jmp_lite as jmp
 from tests.laws.cases import ORDERS
 from tests.laws.test_found import in_order
 from tests.support.arrays import normal
@@ -55,3 +57,28 @@ def test_a_solver_under_strict_promotion(order):
     with jax.numpy_dtype_promotion("strict"):
         found = in_order(order, loss, "bfloat16")(x)
     np.testing.assert_allclose(found, w.sum(0) / 2, rtol=0.03, atol=0.03)
+
+
+@each_order
+def test_a_variable_that_is_no_array(order):
+    """Flax's TestHijaxVariables: such a type of `jax.experimental.hijax` has neither a shape nor a dtype."""
+    weight, x = nnx.Variable(normal(0, 8, 8), hijax=True), normal(1, 4, 8)
+
+    def loss(x):
+        return jnp.sum(weight[...] @ x.T)
+
+    found = in_order(order, loss, "bfloat16")(x)
+    np.testing.assert_allclose(found, jax.grad(loss)(x), rtol=0.02, atol=0.02)
+
+
+def test_a_variable_that_is_no_array_made_inside():
+    x = normal(0, 8, 8)
+    found = jmp.autocast(lambda x: nnx.Variable(x, hijax=True)[...] @ x)(x)
+    np.testing.assert_allclose(found, x @ x, rtol=0.02, atol=0.1)
+
+
+def test_the_log_sum_of_one_vector():
+    """optax's Fenchel-Young loss under `vmap`: the sum of a softmax's exponentials is a scalar."""
+    loss = jnp.vectorize(lambda x, y: jax.nn.logsumexp(x) - jnp.vdot(x, y), signature="(n),(n)->()")
+    x, y = normal(0, 3, 6), normal(1, 3, 6)
+    np.testing.assert_allclose(jax.vmap(jmp.autocast(loss))(x, y), loss(x, y), rtol=0.02, atol=0.05)

@@ -100,7 +100,7 @@ def _is_whole(softmax: Region, end: int, ops: Sequence[Op], readers: Readers, af
 
 
 def _is_padded(weights: Var) -> bool:
-    length = weights.aval.shape[-1]
+    length = max(weights.aval.shape[-1:], default=1)  # The sum of one vector is a scalar.
     return length % ALIGNMENT > 0 and length > ALIGNMENT  # Shorter rows cost nothing.
 
 
