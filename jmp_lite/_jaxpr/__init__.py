@@ -22,7 +22,6 @@ from .axes import moved_axes as moved_axes
 from .bind import INLINE as INLINE
 from .bind import bind as bind
 from .bind import cast as cast
-from .bind import reuse as reuse
 from .calls import CALLS as CALLS
 from .calls import Outputs as Outputs
 from .calls import Side as Side
@@ -55,7 +54,6 @@ from .read import constants as constants
 from .read import context_of as context_of
 from .read import describe as describe
 from .read import equations as equations
-from .read import flag_scope as flag_scope
 from .read import flagged as flagged
 from .read import flags_of as flags_of
 from .read import is_by_autocast as is_by_autocast

@@ -30,7 +30,7 @@ margin:10px 0 6px}.bar .half{background:var(--half)}.bar .f32{background:var(--f
 td,th{padding:3px 8px;text-align:right;border-bottom:1px solid var(--edge);white-space:nowrap}
 td:first-child,th:first-child{text-align:left}.file{margin:16px 0}.file>summary{font-weight:600;
 overflow-wrap:anywhere}.src{border:1px solid var(--edge);border-radius:6px;overflow-x:auto;margin-top:6px;
-padding:4px 0}.line{display:grid;grid-template-columns:3.4em 8em 8em 4em minmax(max-content,1fr);gap:0 6px;
+padding:4px 0}.line{display:grid;grid-template-columns:3.4em 9em 9em 4em minmax(max-content,1fr);gap:0 6px;
 padding:0 6px;font:12.5px/1.7 ui-monospace,monospace;white-space:pre;list-style:none}
 .line::-webkit-details-marker{display:none}.no{color:var(--soft);text-align:right}
 summary .no::before{content:"▸ "}[open]>summary .no::before{content:"▾ "}
@@ -46,7 +46,7 @@ code,pre{font:12px/1.5 ui-monospace,monospace}pre{overflow-x:auto}@media(max-wid
 .line{grid-template-columns:3em 3.6em 3.6em minmax(max-content,1fr);gap:0 3px}
 .chip{padding:0 2px;text-align:center;font-size:11px}.head i{font-size:9px}.chip small,.share{display:none}
 .ops{padding-left:8px}td,th{padding:3px 4px;font-size:12px}td:nth-child(5),th:nth-child(5){display:none}}
-@media print{body{print-color-adjust:exact}.line{white-space:pre-wrap;
+a{color:inherit}@media print{body{print-color-adjust:exact}.line{white-space:pre-wrap;
 grid-template-columns:3em 7.5em 7.5em 4em 1fr}}"""
 _HEAD = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
 
@@ -117,12 +117,25 @@ def _modules(operations: Operations, total: int) -> Iterator[str]:
     large = _large_modules(operations, total)
     left = {name: _flops(each for each in own if not each.in_half) for name, own in large.items()}
     yield "<div class=wide><table><tr><th>module<th>in float32<th>FLOPs<th>Tensor Cores<th>operations in half"
-    for name in sorted(large, key=lambda name: -left[name])[:_MOST]:
+    rows: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for name in sorted(large, key=lambda name: -left[name]):
         own = large[name]
         flops, fast = _flops(own), _flops(each for each in own if each.on_tensor_cores)
-        yield f"<tr><td>{escape(name or '/')}<td>{left[name] / total:.1%}<td>{flops / total:.1%}"
-        yield f"<td>{fast / flops:.1%}<td>{sum(each.in_half for each in own):,} of {len(own):,}"
+        cells = f"<td>{left[name] / total:.1%}<td>{flops / total:.1%}<td>{fast / flops:.1%}"
+        cells += f"<td>{sum(each.in_half for each in own):,} of {len(own):,}"
+        rows[_alike(name), cells].append(name)
+    for (_, cells), names in [*rows.items()][:_MOST]:
+        label = f"{names[0]} … {names[-1]}, {len(names)} alike" if len(names) > 1 else names[0] or "/"
+        costly = max(large[names[0]], key=lambda each: each.flops)
+        anchor = escape(":".join(_place(costly.caller or costly.source)), quote=True)
+        yield f'<tr><td><a href="#{anchor}">{escape(label)}</a>{cells}'
+    yield f"<tr><td>and {len(rows) - _MOST} more" if len(rows) > _MOST else ""
     yield "</table></div>"
+
+
+def _alike(name: str) -> str:
+    """Returns the name of a module without the numbers of layers, which equal layers share."""
+    return re.sub(r"\d+", "#", name)
 
 
 def _large_modules(operations: Operations, total: int) -> Mapping[str, Operations]:
@@ -130,7 +143,7 @@ def _large_modules(operations: Operations, total: int) -> Mapping[str, Operation
     # From 8 names of a path on down, until at most `_MOST` modules are left. One with less than 0.05 % of the
     # FLOPs has no row.
     depth, large = 9, dict[str, list[AutocastOperation]]()
-    while depth > 2 and not 0 < len(large) <= _MOST:
+    while depth > 2 and not 0 < len({*map(_alike, large)}) <= _MOST:
         depth, modules = depth - 1, collections.defaultdict[str, list[AutocastOperation]](list)
         for each in operations:
             modules["/".join(each.module.split("/")[:depth])].append(each)
@@ -147,23 +160,27 @@ def _file(
     of_flops = f" <span class=soft>{share:.1%} of FLOPs</span>" if share else ""
     yield f"<summary>{name}{of_flops}</summary><div class=src>"
     yield "<div class='line head'><i></i><i>forward</i><i>backward</i><i class=share>FLOPs</i></div>"
-    yield from _rows(linecache.getlines(file) if file else [], lines, marks, total)
+    for number, row in _rows(linecache.getlines(file) if file else [], lines, marks, total):
+        yield f'<a id="{escape(f"{file}:{number}", quote=True)}"></a>{row}'
     yield "</div></details>"
 
 
 def _rows(
     source: Sequence[str], lines: Mapping[str, Operations], marks: Mapping[str, Sequence[str]], total: int
-) -> Iterator[str]:
-    """Yields the lines with operations or marks and those around them; without a source, the places."""
+) -> Iterator[tuple[str, str]]:
+    """Yields the lines with operations or marks and those around them, each with its number.
+
+    Without a source, these are places.
+    """
     # Without a source, the keys of `lines` are whole places.
     last, places = 0, {*lines, *marks}
     row = lambda number, code, key: _line(number, code, lines.get(key, ()), marks.get(key, ()), total)
     for place in () if source else sorted(places, key=lambda place: -_flops(lines.get(place, ()))):
-        yield row("", shortened(place) or "made by JAX", place)
+        yield place, row("", shortened(place) or "made by JAX", place)
     for number in _near(map(int, places if source else ()), len(source)):
-        yield "<div class='line soft'><i class=no>⋯</i></div>" if number > last + 1 else ""
+        gap = "<div class='line soft'><i class=no>⋯</i></div>" if number > last + 1 else ""
         last = number
-        yield row(str(number), source[number - 1].rstrip(), str(number))
+        yield str(number), gap + row(str(number), source[number - 1].rstrip(), str(number))
 
 
 def _near(numbers: Iterable[int], count: int) -> list[int]:

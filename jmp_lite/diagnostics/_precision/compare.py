@@ -1,11 +1,10 @@
 """Measures the accuracy that each module costs in half: `compare_precision`."""
 
-import bisect
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar, Unpack
+from typing import Any, ParamSpec, Unpack
 
 import jax.numpy as jnp
 
@@ -13,6 +12,7 @@ from ..._dtypes import DTypeLike, DTypeName
 from ..._jaxpr import Array, in_two_calls
 from ..._scaling.loss_scale import DynamicLossScale
 from .._values.case import Case, Options, tool
+from .fewest import fewest
 from .flags import FlaggedProgram
 from .groups import error_of, groups_of, rows_of, updated, worst_leaf
 from .modules import Module, in_words, scopes_for
@@ -20,7 +20,6 @@ from .report import BY_HAND, HARM, LEAF, Difference, Limits, ModuleDifference, P
 from .states import States
 
 P = ParamSpec("P")
-M = TypeVar("M")
 _COSINE = 0.5
 """The cosine of a half gradient and that in float32 below which its direction is wrong."""
 _NUDGES = (0.0, 1e-3, -1e-3)  # The relative changes of the parameters at which casts by hand are measured.
@@ -328,30 +327,3 @@ def report_of(runs: Runs, tolerance: float | None) -> PrecisionReport:
     return dataclasses.replace(
         report, kept=labels(kept), rules=runs.rules(kept), change=change, with_rules=with_rules
     )
-
-
-def fewest(modules: Sequence[M], error: Callable[[Sequence[M]], Any], tolerance: Any) -> tuple[M, ...] | None:
-    """Returns a small set of modules to keep in float32, in order; None if all of them are not enough.
-
-    `modules` come with the largest error of their own first; `error` is what is left with some of them in
-    float32. No module of the set can be left out, but another set may be smaller.
-    """
-    is_enough = lambda kept: error(kept) <= tolerance
-    without = lambda kept, module: tuple(other for other in kept if other != module)
-    if not is_enough(modules):
-        return None
-    # First those without which all others are not enough. Then the shortest prefix of the others, and last
-    # a search for members that can be left out after all.
-    needed = [module for module in modules if not is_enough(without(modules, module))]
-    others = [module for module in modules if module not in needed]
-    in_order = lambda added: tuple(module for module in modules if module in (*needed, *added))
-    # As a rule, the error falls with each module that is added, as a bisection needs.
-    enough_with = lambda count: is_enough(in_order(others[:count]))
-    kept = in_order(others[: bisect.bisect_left(range(len(others)), True, key=enough_with)])
-    while True:  # Without one module, another that was needed before may not be.
-        for module in reversed(kept):
-            if module not in needed and is_enough(without(kept, module)):
-                kept = without(kept, module)
-                break
-        else:
-            return kept

@@ -80,7 +80,7 @@ def _own_module(
     casts = [each for each in users if gives_half(each) and not all(map(is_narrow, each.operands))]
     # A cast to the dtype of another value, such as `x.astype(y.dtype)`, follows from that value.
     named = [operation for operation in casts if makes_half(operation.source)]
-    lines = tuple(dict.fromkeys(operation.source for operation in named or casts or users))[:4]
+    lines = tuple(dict.fromkeys(operation.source for operation in (named if casts else users)))[:4]
     inside = name.removeprefix(f"{around}/")
     parts = inside.split("/")[1:]
     path = "/".join(parts[1:] if parts[:1] == ["params"] else parts)

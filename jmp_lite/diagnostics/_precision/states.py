@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Iterator
 from typing import TypeAlias
 
@@ -10,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxpr import Array
+from .._values.trace import EVERY_CAST
 from .flags import FlaggedProgram
 from .modules import Module
 from .report import HARM
 
+_HALF = ("float16", "bfloat16")
 STEPS = 20
 """How often a step is repeated on the same batch."""
 # Stochastic rounding leaves one of fifty elements that should move by this many units of the last place.
@@ -46,7 +49,7 @@ class States:
         self._metrics = len(program.outputs) if program.is_step else 0
         self._floating = [number for number in state if number < program.floating]
         dtypes = [program.argument(state[number])[1] for number in self._floating]
-        self.in_half = any(dtype in ("float16", "bfloat16") for dtype in dtypes)
+        self.in_half = any(dtype in _HALF for dtype in dtypes)
 
     def __bool__(self) -> bool:
         return bool(self._state)
@@ -55,7 +58,7 @@ class States:
         """Returns what is wrong with some modules in float32 and the others in half, the worst first."""
         # An error of one step says little: the first update of Adam is the sign of each gradient, and near an
         # optimum every gradient is mostly rounding error. So the step is repeated on the same batch.
-        half = self._run(self._program.groups - frozenset(kept))
+        half = self._run(kept)
         return sorted([*self._of_metrics(half), *self._of_states(half)], key=lambda each: -each.error)
 
     @functools.cached_property
@@ -78,7 +81,7 @@ class States:
         for number, own, full in zip(self._floating, half[1], self._in_float32[1]):
             index = self._state[number]
             name, dtype = self._program.argument(index)
-            in_half, start = dtype in ("float16", "bfloat16"), self._start[index]
+            in_half, start = dtype in _HALF, self._start[index]
             if not jnp.issubdtype(start.dtype, jnp.inexact):
                 continue
             moved, stuck, far, part, error = map(float, _compared(start, full, own, jnp.finfo(dtype).eps))
@@ -89,14 +92,19 @@ class States:
                     f"The update is lost{f' in {dtype}' if in_half else ''} for {share:.0%} of the elements"
                 )
                 what = f"{lost} of {name} that have one: they never move {_ON}."
-                if share <= _SHARE:
+                if not math.isfinite(part):
+                    what = f"{name} is not finite {_ON}, and is in float32."
+                elif share <= _SHARE:
                     what = f"The update is lost in part: {name} comes {part:.0%} as far as in float32 {_ON}."
-                yield Wrong(what, max(share, 1 - part), name, in_half, share == 1)
+                yield Wrong(what, max(share, 1 - part) if part < 1 else share, name, in_half, share == 1)
             elif in_half and error > 1:
                 what = f"{name} in {dtype} ends {times(error)} as far from float32 as it moves there {_ON}."
                 yield Wrong(what, error, name, in_half)
 
-    def _run(self, half: Collection[Module] | None) -> Trained:
+    def _run(self, kept: Collection[Module] | None) -> Trained:
+        """Returns what a step computes with some modules in float32; None for everything in float32."""
+        half = None if kept is None else self._program.groups - frozenset(kept)
+        wide = {module.name for module in kept or () if module.is_argument}
         arrays, metrics = list(self._start), dict[int, list[float]]()
         for _ in range(STEPS):
             results = self._program.run(arrays, half)
@@ -104,7 +112,10 @@ class States:
                 if number not in self._state and not result.shape and not jnp.iscomplexobj(result):
                     metrics.setdefault(number, []).append(float(result))
             for number, index in self._state.items():
-                arrays[index] = results[number]
+                name, dtype = self._program.argument(index)
+                # A state in half stays in half, whatever computes it, unless it is passed in float32.
+                is_half = half is not None and dtype in _HALF and name.split("/")[0] not in wide
+                arrays[index] = _rounded(results[number], dtype) if is_half else results[number]
         return metrics, [arrays[self._state[number]] for number in self._floating]
 
 
@@ -116,6 +127,11 @@ def times(error: float) -> str:
     return f"{error:,.0f} times" if error >= 10 else f"{error:.2g} times" if error >= 2 else f"{error:.0%}"
 
 
+@functools.partial(jax.jit, static_argnums=1, compiler_options=EVERY_CAST)
+def _rounded(array: Array, dtype: str) -> Array:
+    return array.astype(dtype).astype(array.dtype)
+
+
 @jax.jit
 def _compared(start: Array, full: Array, half: Array, eps: float) -> tuple[Array, ...]:
     """Compares a state with float32.
@@ -124,7 +140,9 @@ def _compared(start: Array, full: Array, half: Array, eps: float) -> tuple[Array
     by some units, how far the state comes, as a part of how far it comes in float32, and the error of the
     elements that move by some units, over their movement.
     """
-    way, own = full - start, half - start
+    # A state may start as inf, such as the best loss so far, which has no distance from where it ends.
+    is_finite = jnp.isfinite(start) & jnp.isfinite(full)
+    way, own = (jnp.where(is_finite, each - start, 0) for each in (full, half))
     largest = jnp.max(jnp.abs(way), initial=0)
     way, own = (each / jnp.where(largest > 0, largest, 1) for each in (way, own))
     # A unit of the last place of each element; of 0 it is 0.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmp_lite.diagnostics._precision.compare import fewest
+from jmp_lite.diagnostics._precision.fewest import fewest
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
