@@ -46,7 +46,9 @@ class Regions:
             if op.traits.copies:
                 spread.update(op.equation.outvars)
             shape = op.equation.outvars[0].aval.shape if op.traits.pointwise else None
-            is_spread = any(var in spread or var.aval.shape != shape for var in op.variables)
+            is_spread = any(
+                var in spread or getattr(var.aval, "shape", None) != shape for var in op.variables
+            )
             if shape is None or is_spread or op.is_listed:  # The user's lists win over regions.
                 continue
             parts = (self._functions.get(var, (var,)) for var in op.variables)
