@@ -9,7 +9,7 @@ from .flow import Extent, Origin
 Sites = Mapping[Path, Site]
 """All sites of the program, by their paths."""
 
-_ROOTS = ("sqrt", "rsqrt", "cbrt", "pow")
+_ROOTS = ("sqrt", "cbrt", "pow")
 _LOGARITHMS = ("log", "log1p", "log2")
 _STEPS = 6  # So many operations lie between a root and its derivative at most.
 _PARAMETER = (

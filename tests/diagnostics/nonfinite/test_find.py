@@ -135,11 +135,7 @@ def test_a_scale_below_1_is_offered_with_a_minimum_below_1():
 @pytest.mark.parametrize(
     ("fun", "advice"),
     [
-        (lambda w: jnp.arccos(w + 1), "derivative of acos, which is infinite at -1 and 1"),
-        (lambda w: jnp.arcsin(w - 1), "derivative of asin, which is infinite at -1 and 1"),
         (jnp.cbrt, "derivative of cbrt, which is infinite at 0"),
-        (lambda w: jnp.linalg.inv(w), "The matrix may be singular"),
-        (lambda w: jnp.linalg.svd(w + jnp.eye(4))[0][0], "infinite for equal eigenvalues"),
         (
             lambda w: w.astype(jnp.float16) / jnp.maximum(jnp.abs(w), 1e-12).astype(jnp.float16),
             "use float32 instead of float16",

@@ -24,8 +24,6 @@ def test_zeros_over_zeros_may_be_a_mean_or_a_norm():
     assert hint_of(lambda w, x: jnp.sum(w / x), W, ZEROS) == ""  # The report shows that it divides by 0.
 
 
-@pytest.mark.parametrize(
-    "loss", [lambda w: jnp.sum(0 * (w * 1e38 * 1e38)), lambda w: jnp.sum(jnp.exp(100 * w))]
-)
+@pytest.mark.parametrize("loss", [lambda w: jnp.sum(0 * (w * 1e38 * 1e38)), lambda w: jnp.sum(jnp.arccos(w))])
 def test_what_has_no_known_reason_gets_no_hint(loss):
     assert hint_of(jax.jit(loss), W) == ""
