@@ -70,11 +70,11 @@ def _linear_solve(
     # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/scipy/sparse/linalg.py#L114. The overflow would
     # be lost, and no step skipped. Zero times inf is NaN.
     results = _call(interpreter, equation, action, operands)
+    # A right side in half is cast as for the solver, so that its cotangents meet in float32.
     right = [operands[index] for index in right_sides(equation)]
-    solution, auxiliary = results[: len(right)], results[len(right) :]
-    return [
-        Value(x.native + 0 * b.to(x.native.dtype)) for x, b in zip(solution, right, strict=True)
-    ] + auxiliary
+    arrays = [b.to(jnp.float32) if b.native.dtype == interpreter.half else b.native for b in right]
+    solution = [Value(x.native + 0 * array) for x, array in zip(results, arrays)]
+    return solution + results[len(right) :]
 
 
 def _saved_by_loop(primitive: Any, *operands: Any, **params: Any) -> bool:

@@ -43,7 +43,9 @@ def bind_repeated(equation: Equation, operands: Sequence[Array], **changed: Any)
 
 def kind_of(equation: Equation) -> tuple[Any, ...]:
     """Returns a key that is the same for operations that look alike, such as those of equal layers."""
-    return equation.primitive, *(var.aval for var in equation.invars)
+    # A hijax variable, such as that of a Flax `nnx.Variable`, has neither a shape nor a dtype.
+    avals = [var.aval for var in equation.invars]
+    return equation.primitive, *[(getattr(x, "shape", x), getattr(x, "dtype", None)) for x in avals]
 
 
 def _may_be_remembered(equation: Equation) -> bool:

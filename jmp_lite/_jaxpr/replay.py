@@ -4,6 +4,8 @@ import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from jax.extend.core import Literal
+
 from .read import Equation, Jaxpr, Var, equations, is_literal, open_jaxpr
 
 V = TypeVar("V")
@@ -54,8 +56,9 @@ def _ending(inside: Jaxpr, also_read: Callable[[int], Iterable[Var]]) -> Mapping
     """Returns for each equation the variables that nothing behind it reads."""
     last: dict[Var, int] = {}
     for index, equation in enumerate(equations(inside)):
-        variables = (*equation.outvars, *equation.invars, *also_read(index))
-        last.update((var, index) for var in variables if not is_literal(var))
+        for variables in (equation.outvars, equation.invars, also_read(index)):
+            # `is_literal`, without a call for each variable of a program.
+            last.update([(var, index) for var in variables if not isinstance(var, Literal)])
     ending: dict[int, list[Var]] = collections.defaultdict(list)
     outputs = {var for var in inside.outvars if not is_literal(var)}
     for var in last.keys() - outputs:
