@@ -6,8 +6,8 @@
 
 A small network with BatchNormalization and Dropout learns scikit-learn's scans of digits. `autocast` goes
 around `model.stateless_call`, the model as a function of its variables. `model.fit` is not used: it brings
-the train step and the optimizer of Keras, and has no place for this loss scale. The trained values are put
-back into the model, so `predict`, `evaluate` and `save` work as usual.
+the train step and the optimizer of Keras (docs/migrating/tensorflow.md shows how it runs in half precision).
+The trained values are put back into the model, so `predict`, `evaluate` and `save` work as usual.
 """
 
 import argparse

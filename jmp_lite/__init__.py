@@ -13,9 +13,15 @@ What the optimizer says: `get_loss_scale`, `grads_finite`, `get_metrics`, `raise
 Policies: `Policy`, `Rule`, `get_policy`, `half_dtype`, `cast_to_half`, `cast_to_full`, `cast_params`.
 Trees: `all_finite`, `select_tree`.
 
-Flax modules: `jmp_lite.linen.with_policy` and `jmp_lite.nnx.with_policy`, imported on their own.
-Compiled programs: `jmp_lite.programs.read_program`.
+Submodules, loaded when they are first asked for:
+
+`diagnostics`: `doctor`, `find_nonfinite`, `profile_ranges`, `compare_precision`: why is a run NaN?
+`programs`: `read_program`, `compile_for` and `roofline`, compiled programs.
+`testing`: assertions about precision; needs chex.
+`linen`, `nnx`: `with_policy`, a Flax module under a policy.
 """
+
+import typing
 
 from ._attention.api import fuse_attention as fuse_attention
 from ._autocast.api import autocast as autocast
@@ -57,3 +63,13 @@ from ._tree import cast_to_full as cast_to_full
 from ._tree import cast_to_half as cast_to_half
 from ._tree import select_tree as select_tree
 from ._version import __version__ as __version__
+
+if typing.TYPE_CHECKING:
+    from . import diagnostics as diagnostics
+    from . import linen as linen
+    from . import nnx as nnx
+    from . import programs as programs
+    from . import testing as testing
+else:
+    from ._names import __dir__ as __dir__
+    from ._names import __getattr__ as __getattr__

@@ -4,6 +4,7 @@ import ast
 import importlib
 import importlib.metadata
 import inspect
+import operator
 import pathlib
 import re
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import pytest
 
 import jmp_lite
+from jmp_lite._names import OTHERWISE, RESULTS, SUBMODULES
 
 ROOT = pathlib.Path(jmp_lite.__file__).parent
 MODULES = {
@@ -25,6 +27,7 @@ EXPORTING = {"_jaxpr": ("_jaxpr", "_autocast"), "_autocast": ("_autocast",)}
 # The rooms, and the rooms below each that it may import.
 ROOMS = {
     "_version": (),
+    "_names": (),
     "_dtypes": (),
     "_paths": (),
     "_text": (),
@@ -194,6 +197,17 @@ def test_a_table_of_contents_holds_only_imports(file):
     docstring, *statements = body
     assert isinstance(docstring, ast.Expr)
     assert isinstance(docstring.value, ast.Constant)
+    if file == "__init__":  # What type checkers see of the submodules, and what finds them at run time.
+        typing, *statements, lazily = statements
+        assert ast.unparse(typing) == "import typing"
+        assert isinstance(lazily, ast.If)
+        assert ast.unparse(lazily.test) == "typing.TYPE_CHECKING"
+        assert {ast.unparse(each) for each in lazily.body} == {
+            f"from . import {each} as {each}" for each in SUBMODULES
+        }
+        assert {ast.unparse(each) for each in lazily.orelse} == {
+            f"from ._names import {each} as {each}" for each in ("__dir__", "__getattr__")
+        }
     assert statements
     for statement in statements:
         assert isinstance(statement, ast.ImportFrom)
@@ -201,7 +215,54 @@ def test_a_table_of_contents_holds_only_imports(file):
         assert [alias.asname == alias.name for alias in statement.names] == [True]
     module = importlib.import_module(f"jmp_lite.{file}".removesuffix(".__init__"))
     names = {alias.name for statement in statements for alias in statement.names}
-    assert names - {"__version__"} == public(module)
+    hidden = RESULTS if file == "__init__" else set()
+    assert hidden < names
+    assert names - hidden - {"__version__"} == public(module)
+
+
+@pytest.mark.parametrize("name", SUBMODULES)
+def test_a_name_of_a_submodule_says_in_which_it_is(name):
+    """The list in `_names` is that of the submodule: an error loads none of them to look."""
+    names = public(importlib.import_module(f"jmp_lite.{name}"))
+    assert names == set(SUBMODULES[name])
+    for each in names:
+        with pytest.raises(AttributeError, match=rf"write .*`jmp_lite\.{name}\.{each}`"):
+            getattr(jmp_lite, each)
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_name_of_a_peer_says_what_to_write(name):
+    with pytest.raises(AttributeError, match=f"`{name}`") as error:
+        getattr(jmp_lite, name)
+    written = re.findall(r"`jmp_lite\.([\w.]+)", str(error.value))
+    assert written
+    for each in written:
+        assert operator.attrgetter(each)(jmp_lite) is not None
+
+
+def test_another_name_is_an_attribute_error_as_of_any_module():
+    with pytest.raises(AttributeError, match=r"^module 'jmp_lite' has no attribute 'no_such_name'$"):
+        jmp_lite.no_such_name  # noqa: B018  # pyright: ignore
+    assert not hasattr(jmp_lite, "__wrapped__")
+
+
+def test_what_a_person_types_is_listed_and_types_of_results_are_not():
+    assert dir(jmp_lite) == sorted(dir(jmp_lite))
+    assert {*SUBMODULES, "autocast", "value_and_grad", "__version__"} <= set(dir(jmp_lite))
+    assert not {each for each in dir(jmp_lite) if each[0] == "_" and not each.startswith("__")}
+    assert not RESULTS & set(dir(jmp_lite))
+    assert all(inspect.isclass(getattr(jmp_lite, each)) for each in RESULTS)
+
+
+def test_a_submodule_without_its_library_says_what_to_install(monkeypatch):
+    """`help(jmp_lite)` and a completion ask for each name, and must not end in an import error."""
+    monkeypatch.delitem(sys.modules, "jmp_lite.testing", raising=False)
+    monkeypatch.delattr(jmp_lite, "testing", raising=False)
+    for each in [name for name in sys.modules if name.startswith("jmp_lite.testing.")]:
+        monkeypatch.delitem(sys.modules, each)
+    monkeypatch.setitem(sys.modules, "chex", None)
+    with pytest.raises(AttributeError, match=r"jmp_lite\.testing .*needs chex: pip install chex"):
+        jmp_lite.testing  # noqa: B018
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +270,9 @@ def fresh_import():
     """What a new Python holds after `import jmp_lite`."""
     script = (
         "import sys, warnings; warnings.simplefilter('error'); import jmp_lite; "
-        "modules = sorted(sys.modules); "  # The first scale imports Flax, to be saved by it.
+        "modules = sorted(sys.modules); "
+        "assert callable(jmp_lite.diagnostics.doctor) and callable(jmp_lite.programs.read_program); "
+        # The first scale imports Flax, to be saved by it.
         "scale = jmp_lite.DynamicLossScale(2.0**10, hysteresis=1), jmp_lite.StaticLossScale(2.0); "
         "tx = jmp_lite.with_loss_scale(__import__('optax').sgd(1.0)); "
         "policy = jmp_lite.Policy('f32', 'bf16', 'f32', rules={'head': 'f32'}); repr(policy); "
@@ -228,8 +291,8 @@ def test_importing_does_not_import_flax(fresh_import):
     assert "jmp_lite._scaling.optimizer" in modules
     assert not modules & {
         "flax",
-        "jmp_lite.linen",
-        "jmp_lite.nnx",
+        "chex",
+        *(f"jmp_lite.{name}" for name in SUBMODULES),
         "jmp_lite._flax",
         "equinox",
         "keras",

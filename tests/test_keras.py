@@ -139,3 +139,36 @@ def test_a_wrong_option_is_a_message(arguments, text, capsys):
 def test_with_policy_takes_no_keras_model(flax):
     with pytest.raises(TypeError, match=r"takes a flax\.(linen|nnx)\.Module\. Got Sequential\."):
         flax.with_policy(keras_model.build_model(), jmp.get_policy("mixed_float16"))
+
+
+def fitted(dtype):
+    """Losses of `model.fit` with the method of docs/migrating/tensorflow.md, the model, and its optimizer."""
+
+    class HalfModel(keras.Model):
+        def compute_loss_and_updates(self, *args, **kwargs):
+            return jmp.autocast(super().compute_loss_and_updates, dtype)(*args, **kwargs)
+
+    keras.utils.set_random_seed(0)
+    layers, inputs = keras.layers, keras.Input((16,))
+    hidden = layers.ReLU()(layers.BatchNormalization(momentum=0.8)(layers.Dense(32)(inputs)))
+    model = HalfModel(inputs, layers.Dense(4)(layers.Dropout(0.1)(hidden)))
+    optimizer = keras.optimizers.Adam(1e-2)
+    if dtype == "float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x = np.random.default_rng(0).normal(size=(256, 16)).astype(np.float32)
+    y = ((x[:, 0] > 0) + 2 * (x[:, 1] > 0)).astype(np.int32)
+    return model.fit(x, y, batch_size=32, epochs=3, verbose=0).history["loss"], model, optimizer
+
+
+@pytest.mark.slow
+def test_fit_trains_in_half_if_the_model_overrides_one_method():
+    expected, _, _ = fitted("float32")
+    assert expected[-1] < expected[0] * 0.6
+    for dtype in ("bfloat16", "float16"):
+        losses, model, optimizer = fitted(dtype)
+        assert losses != expected
+        np.testing.assert_allclose(losses, expected, rtol=5e-3)
+        assert {variable.dtype for variable in model.trainable_variables} == {"float32"}
+        assert np.any(model.layers[2].moving_mean.value)
+    assert float(optimizer.dynamic_scale) == 2.0**15

@@ -57,7 +57,7 @@ def test_a_wrapped_function_keeps_its_arguments_and_its_result():
     assert_type(jmp.value_and_grad(jmp.autocast(loss_fn), jmp.NoOpLossScale())(PARAMS, X)[0], jax.Array)
     assert_type(jmp.explain(loss_fn)(PARAMS, X), jmp.AutocastReport)
     assert_type(diagnostics.find_nonfinite(loss_fn)(PARAMS, X), diagnostics.NonfiniteReport)
-    assert_type(diagnostics.profile_ranges(loss_fn)(PARAMS, X), diagnostics.RangeReport)
+    assert_type(jmp.diagnostics.profile_ranges(loss_fn)(PARAMS, X), diagnostics.RangeReport)
 
 
 def test_a_call_with_a_wrong_argument_is_an_error_of_pyright():
@@ -69,6 +69,7 @@ def test_a_call_with_a_wrong_argument_is_an_error_of_pyright():
         jmp.explain(loss_fn, "flaot16")  # pyright: ignore[reportArgumentType]
         jmp.Policy("float32", "flaot16", "float32")  # pyright: ignore[reportArgumentType]
         jmp.with_half_state(optax.sgd(1.0), "bfloat61")  # pyright: ignore[reportArgumentType]
+        jmp.GradScaler()  # pyright: ignore[reportAttributeAccessIssue]
 
     assert callable(wrong)
 
