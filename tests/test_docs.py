@@ -134,6 +134,24 @@ def test_the_lines_that_the_diff_of_the_readme_adds_are_those_of_the_first_progr
     assert max(map(len, diff)) <= 80  # A wider line is cut off beside the navigation.
 
 
+def headings(page):
+    """The ids that GitHub makes from the headings of a page; those of the site are the same."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).strip().lower() for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_to_headings_hold_on_github(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    assert not re.search(r"^#.*\{ #", text, re.MULTILINE)
+    for path, heading in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", text):
+        target = page.parent / path if path else page
+        if target.suffix == ".md" and target.parent.name != "api":
+            assert heading in headings(target), f"{page.name} links {path}#{heading}"
+
+
 def test_the_pages_that_the_readme_links_read_well_as_files():
     """GitHub shows a snippet or an entry of the API as the line that names it."""
     for page in PAGES:

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import json
 import pathlib
+import re
 import statistics
 import textwrap
 from types import ModuleType
@@ -36,13 +37,18 @@ def losses(values: list[float]) -> str:
     return f"{mean:.0f}" if mean >= 10 else f"{mean:.3f}"
 
 
+def heading_id(title: str) -> str:
+    """Returns the id that GitHub and the site make from a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
 def row(name: str) -> str:
     """Returns the row of a program in the table."""
     port, measured = program(name).PORT, result(name)
     full, half = measured["float32"], measured["float16"]
     tried = {True: "unchanged", False: "**changed**", None: "not tried"}[half["bad_step_left_params"]]
     cells = (
-        f"[{port.title}](#{name.replace('_', '-')})",
+        f"[{port.title}](#{heading_id(port.title)})",
         f"+{measured['added']}/-{measured['removed']}",
         "; ".join(map(other, program(name).OTHERS)),
         losses(full["losses"][:1]),
@@ -99,7 +105,7 @@ def section(name: str) -> str:
     edits = [(line, edit) for line, edit in zip(measured["lines"], port.edits) if not is_import(edit)]
     diff = "\n".join(f"@@ {line} @@\n{hunk(edit)}" for line, edit in edits)
     parts = (
-        f"### {port.title} {{ #{name.replace('_', '-')} }}",
+        f"### {port.title}",
         textwrap.fill(intro.strip(), 120, break_long_words=False, break_on_hyphens=False),
         f"```diff\n{diff}\n```",
     )
