@@ -93,7 +93,7 @@ FLOORS = (
     ("_memory/",),
     ("_jaxpr/",),
     ("_tree.py",),
-    ("_dtypes.py", "_paths.py", "_text.py"),
+    ("_dtypes.py", "_names.py", "_paths.py", "_text.py"),
 )
 
 
