@@ -50,8 +50,11 @@ def cast_params(params: T, policy: Policy, *, max_flushed: float = 0.01) -> T:
         raise ValueError(f"cast_params: max_flushed is a share from 0 to 1. Got {max_flushed!r}.")
     with np.errstate(over="ignore"):  # NumPy warns if a number becomes inf, which is an error below.
         cast = policy.cast_to_param(params)
+
     # Flax NNX keeps batch statistics, caches and random keys in the same tree, as variables of other classes.
-    keep = lambda before, after: before if is_nnx_variable(before) and not _is_nnx_param(before) else after
+    def keep(before, after):
+        return before if is_nnx_variable(before) and not _is_nnx_param(before) else after
+
     cast = jax.tree.map(keep, params, cast, is_leaf=is_nnx_variable)
     lost = {}
     named, leaves = named_leaves(without_nnx_variables(params)), jax.tree.leaves(without_nnx_variables(cast))

@@ -146,7 +146,10 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 
 def nodes_of(tree: Any, *classes: type[Any]) -> list[Any]:
     """Returns the nodes of these classes in a tree, at any depth, but not those inside of one another."""
-    is_node = lambda node: isinstance(node, classes)
+
+    def is_node(node):
+        return isinstance(node, classes)
+
     return list(filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
 
 
@@ -157,7 +160,10 @@ def is_nnx_variable(node: Any) -> bool:
 
 def without_nnx_variables(tree: Any) -> Any:
     """Returns `tree` with the arrays of Flax NNX's variables in place of the variables."""
-    value = lambda node: node.get_value() if is_nnx_variable(node) else node
+
+    def value(node):
+        return node.get_value() if is_nnx_variable(node) else node
+
     return jax.tree.map(value, tree, is_leaf=is_nnx_variable)
 
 

@@ -162,7 +162,10 @@ def _of_move(fact: Fact, moved: Labels, equation: Equation) -> Fact:
     copies = any(axis is None and size != 1 for axis, size in zip(moved, out.shape))
     if fact.scores is not None and (copies or name == "stop_gradient"):
         raise NotFused(f"the scores pass through {name}")
-    pick = lambda items, new: tuple(new if axis is None else items[axis] for axis in moved)
+
+    def pick(items, new):
+        return tuple(new if axis is None else items[axis] for axis in moved)
+
     base = fact.base
     if base is not None:
         kept = [axis for axis in moved if axis is not None]
@@ -208,17 +211,24 @@ def _of_scores(equation: Equation, place: int, fact: Fact, others: Sequence[Fact
     name = equation.primitive.name
     if name == "convert_element_type" and equation.outvars[0].aval.dtype == jnp.float32:
         return fact
-    # Behind a mask they may bring its numbers back into the range of scores.
-    if (name == "add" or (name, place) == ("sub", 0)) and fact.fill is None:
-        return dataclasses.replace(fact, added=True)
-    if (name == "mul" or (name, place) == ("div", 0)) and fact.fill is None:
-        # A learned temperature is not a number: cuDNN takes the scale while it compiles.
-        if others[0].base is None or others[0].base.size != 1:
-            raise NotFused("the factor of the scores is not a number")
-        factor = others[0].base.item()
-        return dataclasses.replace(fact, slope=fact.slope * factor if name == "mul" else fact.slope / factor)
     # The predicate comes first; then the case for false and that for true.
     if name == "select_n" and place and len(others) == 2:
         fills = [fact.fill, math.inf if others[1].base is None else float(others[1].base.max())]
         return dataclasses.replace(fact, fill=max(each for each in fills if each is not None))
+    # Behind a mask a sum or a factor may bring its numbers back into the range of scores.
+    if fact.fill is None:
+        if name == "add" or (name, place) == ("sub", 0):
+            return dataclasses.replace(fact, added=True)
+        if name == "mul" or (name, place) == ("div", 0):
+            factor = _number(others[0])
+            return dataclasses.replace(
+                fact, slope=fact.slope * factor if name == "mul" else fact.slope / factor
+            )
     raise NotFused(f"the scores pass through {name}")
+
+
+def _number(factor: Fact) -> float:
+    # A learned temperature is not a number: cuDNN takes the scale while it compiles.
+    if factor.base is None or factor.base.size != 1:
+        raise NotFused("the factor of the scores is not a number")
+    return factor.base.item()

@@ -129,17 +129,8 @@ def _second_product(facts: Facts, index: int) -> tuple[int, int] | None:
 
 def _find(index: int, side: int, facts: Facts) -> Attention:
     """Returns the attention whose second product has the weights as its operand `side`."""
-    # Backwards: from the second product through moves to a division, the softmax, and its input.
-    product = facts.equations[index]
-    if FULL_PRECISION_SCOPE in scope_of(product):
-        raise NotFused("inside full_precision")
-    if is_of_gradient(product):
-        raise NotFused(DIFFERENTIATED)
-    _check_product(product)
-    _, weight_axes, division = moved_from(product.invars[side], facts.makers)
-    inputs = None if division is None else softmax_input(division, facts.makers)
-    if division is None or inputs is None:
-        raise NotFused(_why_no_softmax(facts, division))
+    # Backwards: from the second product to the input of the softmax.
+    inputs, weight_axes = _input_of_softmax(facts, facts.equations[index], side)
     # Then forwards: what stands between the scores and the weights, and whether anything else reads it.
     fact = facts.of(inputs)
     if fact.scores is None:
@@ -159,6 +150,23 @@ def _find(index: int, side: int, facts: Facts) -> Attention:
         to_softmax=tuple(facts.equations[number] for number in chain),
         **_axes(ours[0], ours[-1], side, weights, fact),
     )
+
+
+def _input_of_softmax(facts: Facts, product: Equation, side: int) -> tuple[Var, Labels]:
+    """Returns the input of the softmax whose weights are an operand of a product.
+
+    And for each axis of this operand that of the weights.
+    """
+    if FULL_PRECISION_SCOPE in scope_of(product):
+        raise NotFused("inside full_precision")
+    if is_of_gradient(product):
+        raise NotFused(DIFFERENTIATED)
+    _check_product(product)
+    _, axes, division = moved_from(product.invars[side], facts.makers)
+    inputs = None if division is None else softmax_input(division, facts.makers)
+    if inputs is None:
+        raise NotFused(_why_no_softmax(facts, division))
+    return inputs, axes
 
 
 def _why_no_softmax(facts: Facts, end: Equation | None) -> str:
@@ -202,11 +210,10 @@ def _check_product(product: Equation) -> None:
 def _axes(first: Equation, product: Equation, side: int, weights: Labels, fact: Fact) -> dict[str, Any]:
     """Returns what an `Attention` says of axes. A label is the axis of the scores that an axis is."""
     sizes: dict[Any, int] = dict(enumerate(first.outvars[0].aval.shape))
-    name = lambda axes: tuple(None if axis is None or sizes[axis] == 1 else axis for axis in axes)
-    scores, weights = name(fact.axes), name(weights)
+    scores, weights = _named(fact.axes, sizes), _named(weights, sizes)
     # The softmax is over the last axis of its input. The keys are the operand that has this axis.
     keys = scores[-1]
-    both = labels_of_operands(first, name(sizes), FEATURES)
+    both = labels_of_operands(first, _named(tuple(sizes), sizes), FEATURES)
     key = 1 if keys in both[1] else 0
     output, of_values = _labels_of_values(product, side, weights, keys)
     operands = (
@@ -231,6 +238,11 @@ def _axes(first: Equation, product: Equation, side: int, weights: Labels, fact: 
         "bias": scores,
         "given_along": _given_along(fact, scores, groups),
     }
+
+
+def _named(axes: Labels, sizes: Mapping[Any, int]) -> Labels:
+    """Returns axes without the names of those of size 1."""
+    return tuple(None if axis is None or sizes[axis] == 1 else axis for axis in axes)
 
 
 def _groups(scores: Labels, of_queries: Labels, of_keys: Labels) -> tuple[Labels, ...]:

@@ -35,7 +35,10 @@ def run_attention(
     """
     # The platform is known when the program is compiled, which may be on another machine (`jax.export`).
     fused = functools.partial(_fused, attention, half, kind)
-    plain = lambda *arrays: _evaluate(attention.equations, dict(zip(attention.inputs, arrays)))
+
+    def plain(*arrays):
+        return _evaluate(attention.equations, dict(zip(attention.inputs, arrays)))
+
     with context_of(attention.equations[-1]), jax.named_scope(FUSED_SCOPE):
         return lax.platform_dependent(*operands, cuda=fused, default=plain if kind == "cudnn" else fused)
 
@@ -109,7 +112,10 @@ def _fused(attention: Attention, half: np.dtype, kind: Implementation, *operands
     if attention.kind == "bias":
         # Of the axes along which it is not given, the bias has size 1: cuDNN broadcasts it.
         own = {label: size if label in attention.given_along else 1 for label, size in sizes.items()}
-        place = lambda x: _arrange(x, attention.bias, (batch, (*heads, *groups), rows, keys), own)
+
+        def place(x):
+            return _arrange(x, attention.bias, (batch, (*heads, *groups), rows, keys), own)
+
         bias, is_kept = map(place, _bias(attention, known))
         is_empty = ~is_kept.any(-1, keepdims=True)
         # cuDNN adds masks to scores. Where numbers replace all scores of a query in the program, a query of
@@ -129,7 +135,10 @@ def _fused(attention: Attention, half: np.dtype, kind: Implementation, *operands
 def _bias(attention: Attention, known: Mapping[Var, Array]) -> tuple[Array, Array]:
     """Returns what the program computes from scores of zero, and which scores it does not replace."""
     scores = attention.equations[0].outvars[0]
-    last = lambda x: _evaluate(attention.to_softmax, {**known, scores: x})
+
+    def last(x):
+        return _evaluate(attention.to_softmax, {**known, scores: x})
+
     # Made of queries and keys: inside of a `shard_map` they have to vary over the devices as these do.
     zero = sum(jnp.zeros_like(known[var], shape=()) for var, _ in attention.operands[:2])
     zeros = jnp.broadcast_to(zero, scores.aval.shape)

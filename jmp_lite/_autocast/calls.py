@@ -107,8 +107,11 @@ def _custom_vjp(
     """Runs a function with forward and backward rules of the user's own."""
     rule, given = _traced_rule(interpreter, equation, action, operands)
     fun = jax.custom_vjp(rule.primal)
+
     # Under jax.vmap, JAX rejects a zero cotangent for a result that is not differentiated.
-    backward = lambda residuals, cotangents: residuals(cotangents)  # See `TracedRule.forward`.
+    def backward(residuals, cotangents):
+        return residuals(cotangents)  # See `TracedRule.forward`.
+
     fun.defvjp(rule.forward, backward, symbolic_zeros=True)
     return interpreter.with_paths(fun(*given), action.paired)
 

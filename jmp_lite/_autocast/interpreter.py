@@ -190,9 +190,12 @@ class Interpreter:
             wide = [value.to(jnp.float32) if flag else None for value, flag in zip(operands, is_wide)]
             return product_with_wide_gradients(product, half_product, arrays, wide)
         halves = [value.to(self.half) for value in operands]
+
         # XLA cannot write a float32 result of bfloat16 operands transposed on a CPU: "Unsupported element
         # type for DotThunk::Execute: BF16 x BF16 = F32".
-        barred = lambda *operands: lax.optimization_barrier(product(*operands))
+        def barred(*operands):
+            return lax.optimization_barrier(product(*operands))
+
         return product_with_half_gradients(barred, half_product, arrays, halves)
 
     def _move(self, equation: Equation, action: Move, operands: list[Value]) -> list[Value]:

@@ -11,7 +11,7 @@ forwards, gives each operation its dtypes.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -95,9 +95,9 @@ class Planner:
         wanted: Sequence[Wanted],
         context: Context = Context(),  # noqa: B008
     ) -> Plan:
-        # Reading is done once for a jaxpr, the ruling and the demand once for each context, kinds of inputs
-        # and wanted outputs (`DemandWalk.analyse`), and the decision once for each context, states of the
-        # inputs and wanted outputs. `DemandWalk` keeps the jaxprs alive whose ids are keys.
+        # A jaxpr is read once. The first decision is made once for each context and states of the inputs, and
+        # the demand and the decision once for each of these and the wanted outputs. `DemandWalk` keeps the
+        # jaxprs alive whose ids are keys.
         states = (*map(self.constant, constants(jaxpr)), *inputs)
         key = (id(open_jaxpr(jaxpr)), states, tuple(wanted), context)
         if key not in self._plans:
@@ -116,12 +116,11 @@ class Planner:
             return self._firsts[key]
         known = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
         analysis = self._demand_walk.read(jaxpr, context, known)
-        state_of = lambda var: self.literal(var) if is_literal(var) else known[var]
         walk = RulingWalk(known, context, self.rules, self.scopes, analysis.decisive, analysis.streams)
         for op in analysis.ops:
             ruling = walk.rule(op)
             analysis.rulings.append(ruling)
-            operands = list(map(state_of, op.equation.invars))
+            operands = self._states(op.equation.invars, known)
             if ruling.category is Category.CALL:
                 inner = [self._first_inside(op, each, operands, analysis) for each in op.inner]
                 analysis.inner[op] = inner
@@ -129,28 +128,30 @@ class Planner:
             else:
                 results = decide(op, ruling, operands, analysis).results
             known.update(zip(op.equation.outvars, results, strict=True))
-        analysis.results = tuple(map(state_of, inside.outvars))
+        analysis.results = tuple(self._states(inside.outvars, known))
         self._firsts[key] = analysis
         return analysis
 
     def _first_inside(self, op: Op, inner: Inner, operands: Sequence[State], analysis: Analysis) -> Analysis:
-        inputs = [entering(op, operands[n], role) for n, role in zip(inner.operands, inner.roles)]
-        states = (*map(self.constant, constants(inner.jaxpr)), *inputs)
+        states = (*map(self.constant, constants(inner.jaxpr)), *_entering(op, inner, operands))
         return self._first(inner.jaxpr, states, self._demand_walk.context(op, inner, analysis))
 
     def _decided(self, jaxpr: Jaxpr, states: tuple[State, ...], analysis: Analysis) -> Plan:
         """Returns the plan of a jaxpr before the passes: the decision about each operation."""
         inside = analysis.inside
         known = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
-        state_of = lambda var: self.literal(var) if is_literal(var) else known[var]
         decisions: list[Decision] = []
         for op, ruling in zip(analysis.ops, analysis.rulings):
-            operands = [state_of(var) for var in op.equation.invars]
+            operands = self._states(op.equation.invars, known)
             is_call = ruling.category is Category.CALL
             decision = (self._decide_call if is_call else decide)(op, ruling, operands, analysis)
             known.update(zip(op.equation.outvars, decision.results, strict=True))
             decisions.append(decision)
-        return Plan(jaxpr, analysis, known, tuple(decisions), tuple(map(state_of, inside.outvars)))
+        results = tuple(self._states(inside.outvars, known))
+        return Plan(jaxpr, analysis, known, tuple(decisions), results)
+
+    def _states(self, variables: Sequence[Var], known: Mapping[Var, State]) -> list[State]:
+        return [self.literal(var) if is_literal(var) else known[var] for var in variables]
 
     def _decide_call(self, op: Op, ruling: Ruling, operands: Sequence[State], analysis: Analysis) -> Decision:
         wanted = list(map(analysis.demand.of_var, op.equation.outvars))
@@ -169,7 +170,7 @@ class Planner:
     def _plan_inside(
         self, op: Op, inner: Inner, operands: Sequence[State], wanted: list[Wanted], analysis: Analysis
     ) -> Plan:
-        inputs = [entering(op, operands[n], role) for n, role in zip(inner.operands, inner.roles)]
+        inputs = _entering(op, inner, operands)
         context = self._demand_walk.context(op, inner, analysis)
         plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
         # A residual stream in half is carried in half, so that a backward pass keeps it in half. A carry
@@ -178,6 +179,11 @@ class Planner:
             inputs = [HALF_SUM if number in streams else state for number, state in enumerate(plan.inputs)]
             plan = self.plan(inner.jaxpr, inputs, wanted_inside(inner, wanted), context)
         return plan
+
+
+def _entering(op: Op, inner: Inner, operands: Sequence[State]) -> list[State]:
+    """Returns the states of the inputs of a jaxpr that a call runs."""
+    return [entering(op, operands[n], role) for n, role in zip(inner.operands, inner.roles)]
 
 
 def _streams_in_float32(inner: Inner, plan: Plan) -> list[int]:

@@ -150,10 +150,13 @@ def _look_up(read: Callable[[np.dtype], jax.Array], dtype: np.dtype, keeps_rows:
 
 def _strengthen_carry(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns the arguments of a cell with a strongly typed carry."""
+
     # A weakly typed float32 array, such as `jnp.full(shape, 0.5)`, takes the dtype of the half array that it
     # is added to (https://github.com/jax-ml/jax/pull/7666), so that the carry would be rounded inside the
     # cell.
-    strengthen = lambda carry: jax.tree.map(lambda leaf: cast_leaf(leaf, jnp.result_type(leaf)), carry)
+    def strengthen(carry):
+        return jax.tree.map(lambda leaf: cast_leaf(leaf, jnp.result_type(leaf)), carry)
+
     if args:
         return (strengthen(args[0]), *args[1:]), kwargs
     return args, kwargs | {"carry": strengthen(kwargs["carry"])}
@@ -170,5 +173,8 @@ def _widen(output: Any, dtype: np.dtype, inputs: Any) -> Any:
     """Casts what a layer computed in a half `dtype` to the dtype that the plain layer returns."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(inputs) if has_dtype(leaf, jnp.floating)]
     wide = np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
-    is_rounded = lambda leaf: is_half(leaf) and leaf.dtype == dtype
+
+    def is_rounded(leaf):
+        return is_half(leaf) and leaf.dtype == dtype
+
     return jax.tree.map(lambda leaf: cast_leaf(leaf, wide) if is_rounded(leaf) else leaf, output)

@@ -145,8 +145,13 @@ def _keep_dtypes(args: T, /, *, dtype: Any = None, inexact: bool = True) -> T:
 
 def _own_params(module: nnx.Module) -> dict[str, Any]:
     """Returns the attributes of `module` that hold parameters, themselves or in a container."""
-    leaves = lambda value: jax.tree.leaves(value, is_leaf=_is_node)
-    is_param = lambda leaf: isinstance(leaf, nnx.Param)
+
+    def leaves(value):
+        return jax.tree.leaves(value, is_leaf=_is_node)
+
+    def is_param(leaf):
+        return isinstance(leaf, nnx.Param)
+
     return {name: value for name, value in vars(module).items() if any(map(is_param, leaves(value)))}
 
 
@@ -167,8 +172,11 @@ def _subclass(cls: type, layer: bool) -> type:
     names = {"__call__", "attend"} & set(dir(cls))
     if not layer:
         own = cls.__mro__[: cls.__mro__.index(nnx.Module)]
+
         # Methods, also those under `nnx.jit`.
-        is_method = lambda x: callable(x) and not isinstance(x, (staticmethod, classmethod, type))
+        def is_method(x):
+            return callable(x) and not isinstance(x, (staticmethod, classmethod, type))
+
         methods = {name for c in own for name, value in vars(c).items() if is_method(value)}
         names |= {name for name in methods if not name.startswith("_")}
     body = {name: _under_policy(name, getattr(cls, name)) for name in names}

@@ -37,7 +37,10 @@ def _dot_general(
 ) -> jax.Array:
     """Replaces `lax.dot_general` in a layer whose `x` and `weight` have the dtype of the weight gradient."""
     halves = x.astype(compute_dtype), weight.astype(compute_dtype)
-    product = lambda x, weight: lax.dot_general(x, weight, dimension_numbers, **options)
+
+    def product(x, weight):
+        return lax.dot_general(x, weight, dimension_numbers, **options)
+
     _, batch_axes = dimension_numbers
     if any(map(len, batch_axes)):  # The layer has a weight for each member of the batch.
         return product(*halves)

@@ -135,7 +135,9 @@ def _product(
         )
         return tuple(cast(x, dtype) for x, dtype in zip(arrays, dtypes)), None
 
-    steps_of = lambda quantized: [each.step for each in quantized]
+    def steps_of(quantized):
+        return [each.step for each in quantized]
+
     dtypes = [operand.dtype for operand in operands]
     run.defvjp(forward, backward)
     return run(tuple(operands), tuple(quantized))
@@ -168,7 +170,10 @@ def _gradient(
 
     def transposed(*arrays: Array) -> Array:
         other, of_result = (lax.convert_element_type(x, jnp.bfloat16) for x in arrays)
-        of_operand = lambda x: product(x, other) if index == 0 else product(other, x)
+
+        def of_operand(x):
+            return product(x, other) if index == 0 else product(other, x)
+
         return jax.linear_transpose(of_operand, operand)(of_result)[0]
 
     def run(equation: Equation, operands: Sequence[Any]) -> Any:

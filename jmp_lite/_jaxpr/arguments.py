@@ -65,7 +65,9 @@ def in_two_calls(make: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(make)
     def checked(*given: P.args, **options: P.kwargs) -> R:
         # An array where an option should be is an argument of the function.
-        holds_arrays = lambda tree: any(isinstance(leaf, _KINDS) for leaf in jax.tree.leaves(tree))
+        def holds_arrays(tree):
+            return any(isinstance(leaf, _KINDS) for leaf in jax.tree.leaves(tree))
+
         if len(given) > most or any(map(holds_arrays, given[1:])):
             name = make.__name__
             raise TypeError(

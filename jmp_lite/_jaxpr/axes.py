@@ -33,7 +33,10 @@ def moved_axes(equation: Equation) -> Labels | None:
 
 def _broadcast_axes(before: Sequence[int], after: Sequence[int], places: Sequence[int]) -> Labels:
     source = {to: axis for axis, to in enumerate(places)}
-    kept = lambda to: to in source and before[source[to]] == after[to]
+
+    def kept(to):
+        return to in source and before[source[to]] == after[to]
+
     return tuple(source[to] if kept(to) else None for to in range(len(after)))
 
 

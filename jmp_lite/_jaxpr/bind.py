@@ -204,7 +204,9 @@ def recomputed(fun: Callable[..., Array]) -> Callable[..., Array]:
         # The barrier on the values keeps XLA from merging what `jax.checkpoint` recomputes with the forward
         # pass (https://github.com/jax-ml/jax/issues/13999). That on the tangents, whose transpose is one on
         # the cotangents (https://github.com/jax-ml/jax/pull/27174), keeps XLA from storing them in float32.
-        bar_first = lambda arguments: (bar(arguments[0]), *arguments[1:])
+        def bar_first(arguments):
+            return (bar(arguments[0]), *arguments[1:])
+
         return fun(*primals), jax.jvp(fun, bar_first(primals), bar_first(tangents))[1]
 
     del run_jvp

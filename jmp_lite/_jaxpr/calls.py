@@ -133,7 +133,10 @@ def remat_from_half(
         # https://github.com/jax-ml/jax/issues/6283, https://github.com/openxla/xla/issues/41605.
         copies = [lax.optimization_barrier(cast(x, half)) if i in kept else x for i, x in enumerate(primals)]
         changes = iter(recomputation(moving, moves)(copies, [tangents[index] for index in moving]))
-        zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+
+        def zero(x):
+            return np.zeros(x.shape, jax.dtypes.float0)
+
         return results, [next(changes) if each else zero(x) for x, each in zip(results, moves)]
 
     # Otherwise the operands without a tangent, such as integers, would get zeros, and the derivatives with
@@ -250,7 +253,9 @@ def while_loop(
     condition, body = bodies
     parts = inner_jaxprs(equation)
     (predicate,) = open_jaxpr(parts[0].jaxpr).outvars
-    goes_on = lambda carry: condition(*carry)[0][0]
+
+    def goes_on(carry):
+        return condition(*carry)[0][0]
 
     def step(state: Any) -> Any:
         carry, total, count = state

@@ -37,7 +37,10 @@ class Forward(Generic[F]):
         """Returns the facts of the outputs of a jaxpr, from those of its inputs."""
         inside = open_jaxpr(jaxpr)
         known: dict[Var, F] = dict(zip(inside.invars, inputs, strict=True))
-        read = lambda var: self._nothing if is_literal(var) else known.get(var, self._nothing)
+
+        def read(var):
+            return self._nothing if is_literal(var) else known.get(var, self._nothing)
+
         for equation in equations(inside):
             operands = list(map(read, equation.invars))
             is_call = traits_of(equation.primitive.name).category is Category.CALL
@@ -67,6 +70,9 @@ class Forward(Generic[F]):
 
 def dependence(jaxpr: Jaxpr) -> list[frozenset[int]]:
     """Returns for each output of a jaxpr the indexes of the inputs that it depends on."""
-    operation = lambda equation, operands: [frozenset().union(*operands)] * len(equation.outvars)
+
+    def operation(equation, operands):
+        return [frozenset().union(*operands)] * len(equation.outvars)
+
     inputs = [frozenset({number}) for number in range(len(open_jaxpr(jaxpr).invars))]
     return Forward[frozenset[int]](operation, frozenset.union, frozenset()).run(jaxpr, inputs)

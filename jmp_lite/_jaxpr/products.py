@@ -97,7 +97,9 @@ def _gradient(
     operand, other = jax.typeof(halves[index]), halves[1 - index]
 
     def transposed(other: Array, cotangent: Array) -> Array:
-        of_operand = lambda x: product(x, other) if index == 0 else product(other, x)
+        def of_operand(x):
+            return product(x, other) if index == 0 else product(other, x)
+
         return jax.linear_transpose(of_operand, operand)(cotangent)[0]
 
     # The transpose is a product too, with moves around it and, in a `shard_map`, with a sum over the devices.
@@ -142,9 +144,15 @@ def wide_product(equation: Equation, halves: Sequence[Array], dtype: Any, **para
         dtype: the dtype of the result.
         params: further parameters that change.
     """
-    product = lambda *halves: _wide_product(equation, halves, dtype, params)
+
+    def product(*halves):
+        return _wide_product(equation, halves, dtype, params)
+
     of_half = {**params, "preferred_element_type": np.dtype(halves[0].dtype)}
-    half_product = lambda *halves: bind(equation, halves, **of_half)[0]
+
+    def half_product(*halves):
+        return bind(equation, halves, **of_half)[0]
+
     return product_with_half_gradients(product, half_product, halves, halves)
 
 

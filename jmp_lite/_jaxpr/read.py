@@ -119,8 +119,11 @@ def describe(array: Array | Var | jax.ShapeDtypeStruct) -> str:
 
 def sources_of_outputs(jaxpr: Jaxpr) -> list[Any]:
     """Returns for each output what identifies its value."""
+
     # A jit gives each result a variable of its own, also where its jaxpr returns one value twice.
-    identity = lambda var: id(var) if is_literal(var) else var
+    def identity(var):
+        return id(var) if is_literal(var) else var
+
     outvars = [identity(var) for var in open_jaxpr(jaxpr).outvars]
     within: dict[Any, Any] = {}
     for equation in equations(jaxpr):

@@ -30,20 +30,32 @@ def softmax_input(division: Equation, made_by: Mapping[Var, Equation]) -> Var | 
     if division.primitive.name != "div" or any(map(is_literal, division.invars)):
         return None
     exponentials, sums = division.invars
-    exponential, last = made_by.get(exponentials), exponentials.aval.ndim - 1
+    exponential = made_by.get(exponentials)
+    if (
+        exponential is None
+        or exponential.primitive.name != "exp"
+        or not _are_sums(sums, exponentials, made_by)
+    ):
+        return None
+    return _without_shift(exponential.invars[0], made_by)
+
+
+def _are_sums(sums: Var, exponentials: Var, made_by: Mapping[Var, Equation]) -> bool:
+    """Whether `sums` holds the sum of each row of `exponentials`."""
+    last = exponentials.aval.ndim - 1
     _, axes, total = moved_from(sums, made_by)
-    if exponential is None or total is None or total.invars[0] is not exponentials:
-        return None
-    names = exponential.primitive.name, total.primitive.name, tuple(total.params.get("axes", ()))
+    if total is None or total.primitive.name != "reduce_sum" or total.invars[0] is not exponentials:
+        return False
     is_of_rows = axes[last] is None and all(axis in (None, place) for place, axis in enumerate(axes))
-    if names != ("exp", "reduce_sum", (last,)) or not is_of_rows:
-        return None
-    x = exponential.invars[0]
+    return tuple(total.params["axes"]) == (last,) and is_of_rows
+
+
+def _without_shift(x: Var, made_by: Mapping[Var, Equation]) -> Var:
+    """Returns what `x` shifts: a softmax stays the same if all numbers of a row are shifted by one number."""
     shift = None if is_literal(x) else made_by.get(x)
     if shift is None or shift.primitive.name != "sub":
         return x
-    # A softmax stays the same if all numbers of a row are shifted by one number.
     shifted, number = shift.invars
     _, axes, _ = moved_from(number, made_by, through_stops=True)
-    is_shift = shifted.aval.shape == shift.outvars[0].aval.shape and (not axes or axes[last] is None)
+    is_shift = shifted.aval.shape == shift.outvars[0].aval.shape and (not axes or axes[-1] is None)
     return shifted if is_shift else x

@@ -156,7 +156,10 @@ def with_stochastic_rounding(
         full = at_least_float32(params)
         grads = at_least_float32(updates)
         changes, inner_state = transform.update(grads, state.inner_state, full, **extra_args)
-        key_of = lambda param: rounding.key_of_shard(state.key, axis_name, param)
+
+        def key_of(param):
+            return rounding.key_of_shard(state.key, axis_name, param)
+
         updates = _rounding_updates(params, changes, optax.apply_updates(full, changes), key_of)
         return updates, StochasticRoundingState(inner_state, rounding.next_key(state.key))
 
@@ -210,7 +213,9 @@ def full_params(params: Any, masters: Any) -> Any:
         return jnp.where(unchanged, master, param.astype(jnp.float32))
 
     # JAX sees no leaf in `optax.MaskedNode`, which stands for a parameter without a master.
-    is_masked = lambda node: isinstance(node, optax.MaskedNode)
+    def is_masked(node):
+        return isinstance(node, optax.MaskedNode)
+
     given, known = (jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters))
     if given != known:
         raise ValueError(
@@ -246,7 +251,10 @@ def init_for_masters(inner: optax.GradientTransformation, params: Any) -> Any:
     state = inner.init(wide)
     if not any(map(is_half, jax.tree.leaves(params))) or not nodes_of(state, MasterParamsState):
         return state
-    choose = lambda wide, narrow: narrow if is_master_state(wide) else wide
+
+    def choose(wide, narrow):
+        return narrow if is_master_state(wide) else wide
+
     return jax.tree.map(choose, state, inner.init(params), is_leaf=is_master_state)
 
 

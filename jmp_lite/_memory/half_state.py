@@ -101,7 +101,10 @@ def with_half_state(
             )
         _check_patterns_match(patterns, state)
         _, may_rest = _read_init(transform.init, params)
-        cast = lambda path, leaf, may_rest: cast_leaf(leaf, target) if rests(path, may_rest) else leaf
+
+        def cast(path, leaf, may_rest):
+            return cast_leaf(leaf, target) if rests(path, may_rest) else leaf
+
         cast_inner = jax.tree_util.tree_map_with_path(cast, state, may_rest)
         return HalfState(cast_inner, first_key(made_by, key) if stochastic_rounding else None)
 
@@ -111,7 +114,10 @@ def with_half_state(
         shapes, may_rest = _read_init(transform.init, updates if params is None else params)
         resting = jax.tree_util.tree_map_with_path(rests, may_rest)
         _check_settings(state, shapes, resting, target, stochastic_rounding)
-        widen = lambda leaf, rest: leaf.astype(jnp.float32) if rest else leaf
+
+        def widen(leaf, rest):
+            return leaf.astype(jnp.float32) if rest else leaf
+
         wide = jax.tree.map(widen, state.inner_state, resting)
         # Adafactor rounds its moments to the dtype of the parameters, so these are widened, too:
         # https://github.com/google-deepmind/optax/blob/v0.2.8/optax/_src/factorized.py#L187.

@@ -105,8 +105,11 @@ def set_master_params(opt_state: S, params: T, values: Any) -> tuple[S, T]:
     def with_values(state: Any) -> Any:
         if not is_master_state(state):
             return state
+
         # `masters` has the paths of the parameters, and no leaf where a parameter has no master.
-        place = lambda path, old: placed_like(by_path[path_name(path)], old)
+        def place(path, old):
+            return placed_like(by_path[path_name(path)], old)
+
         return MasterParamsState(jax.tree_util.tree_map_with_path(place, state.masters), state.inner_state)
 
     new_state = jax.tree.map(with_values, opt_state, is_leaf=is_master_state)

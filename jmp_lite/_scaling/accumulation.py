@@ -34,17 +34,10 @@ def check_accumulation(transform: optax.GradientTransformation, params: Any, sta
     if any(is_traced(mini) or np.ndim(mini) for mini in minis) or not any(map(int, minis)):
         return
 
-    # No state holds `every_k_schedule` or `use_grad_mean`: `update` shows them. XLA removes all else.
-    @jax.jit
-    def after(params: Any, state: Any) -> list[tuple[Any, Any, Any]]:
-        _, new = transform.update(jax.tree.map(jnp.zeros_like, params), state, params)
-        nodes = nodes_of(new, optax.MultiStepsState)
-        return [(node.mini_step, node.gradient_step, optax.tree.sum(node.acc_grads)) for node in nodes]
-
     try:
-        counted = after(params, state)
+        counted = _after_a_step(transform, params, state)
         # The first micro-batch replaces ones in a mean, and is added to them in a sum.
-        probed = after(params, jax.tree.map(_ones, state, is_leaf=_is_accumulation))
+        probed = _after_a_step(transform, params, jax.tree.map(_ones, state, is_leaf=_is_accumulation))
     except Exception:  # It needs extra arguments. Then it cannot be told.
         return
     for old, (mini, step, _), (_, _, total) in zip(before, counted, probed, strict=True):
@@ -59,6 +52,21 @@ def check_accumulation(transform: optax.GradientTransformation, params: Any, sta
                 f"optax.MultiSteps of tx {why}. Finish the accumulation with the old settings, or drop it: "
                 "set mini_step to 0 and acc_grads to zeros in the old state."
             )
+
+
+def _after_a_step(
+    transform: optax.GradientTransformation, params: Any, state: Any
+) -> list[tuple[Any, Any, Any]]:
+    """Returns the counters and the sum of each accumulation after a step with gradients of zero."""
+
+    # No state holds `every_k_schedule` or `use_grad_mean`: `update` shows them. XLA removes all else.
+    @jax.jit
+    def after(params: Any, state: Any) -> list[tuple[Any, Any, Any]]:
+        _, new = transform.update(jax.tree.map(jnp.zeros_like, params), state, params)
+        nodes = nodes_of(new, optax.MultiStepsState)
+        return [(node.mini_step, node.gradient_step, optax.tree.sum(node.acc_grads)) for node in nodes]
+
+    return after(params, state)
 
 
 def _ones(node: Any) -> Any:

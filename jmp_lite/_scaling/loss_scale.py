@@ -137,8 +137,13 @@ class _Scaling(Saved, Shown):
             The tree, with half leaves as float32. The division is exact if the scale is a power of two.
         """
         divided = self._map(tree, lambda x, scale: x / scale)
-        is_statistic = lambda path: any(getattr(key, "key", None) == _NO_GRADIENTS for key in path)
-        choose = lambda path, leaf, new: leaf if is_statistic(path) else new
+
+        def is_statistic(path):
+            return any(getattr(key, "key", None) == _NO_GRADIENTS for key in path)
+
+        def choose(path, leaf, new):
+            return leaf if is_statistic(path) else new
+
         return jax.tree_util.tree_map_with_path(choose, tree, divided)
 
     def _map(self, tree: T, operation: Any) -> T:

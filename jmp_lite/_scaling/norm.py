@@ -11,10 +11,13 @@ from .._tree import is_floating
 
 def squared_norms(tree: Any) -> jax.Array:
     """Returns the sum of the squares of each leaf, float32 or wider, in the order of `jax.tree.leaves`."""
+
     # No square is negative, so the sum of a leaf with inf or NaN is inf or NaN. As in optax
     # (https://github.com/google-deepmind/optax/blob/v0.2.8/optax/_src/numerics.py#L31): `jnp.abs` of a
     # complex number computes a root, which would be squared again.
-    square = lambda leaf: jnp.real(leaf * jnp.conj(leaf)).sum() if is_floating(leaf) else jnp.float32(0)
+    def square(leaf):
+        return jnp.real(leaf * jnp.conj(leaf)).sum() if is_floating(leaf) else jnp.float32(0)
+
     sums = list(map(square, jax.tree.leaves(tree)))
     # The flags, the norm and the clip read the sums. Without the barrier XLA computes the reductions in each
     # of these readers, and reads the gradients again for each.

@@ -24,9 +24,14 @@ _HIDES = {
 
 def check_order(opt_state: Any, wrapper: type[Any]) -> None:
     """Raises a ValueError if a transform hides an overflow from a state of the class `wrapper`."""
+
     # With `opaque_mode=True` SAM has no cache, and gives each gradient to the optimizer inside.
-    hides = lambda node: type(node) in _HIDES and getattr(node, "cache", ()) is not None
-    is_leaf = lambda node: isinstance(node, wrapper) or hides(node)
+    def hides(node):
+        return type(node) in _HIDES and getattr(node, "cache", ()) is not None
+
+    def is_leaf(node):
+        return isinstance(node, wrapper) or hides(node)
+
     in_front: list[tuple[Any, str]] = []
     for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_leaf):
         outside = [_HIDES[type(node)]] if hides(node) else []

@@ -222,7 +222,10 @@ def _update_where(
     # `jit` traces the function once for all branches. XLA removes a select by a constant.
     select = jax.jit(select, inline=True)
     taken, skipped = (functools.partial(select, jnp.bool_(flag)) for flag in (True, False))
-    branch = lambda finite, *args: lax.cond(finite, taken, skipped, *args)
+
+    def branch(finite, *args):
+        return lax.cond(finite, taken, skipped, *args)
+
     # On a CPU, XLA runs a selected update in many passes and copies most of the donated buffers, so that a
     # branch is faster. On a GPU a select is free, and a branch would make the host wait. JAX knows the
     # platform only when it lowers the step, since a step may be compiled for another one:

@@ -129,8 +129,11 @@ def _moments_are_zero(inner_state: Any) -> bool:
     if nodes_of(inner_state, optax.MultiStepsState):  # Its optimizer has maybe not been called yet.
         return False
     paths = jax.tree_util.tree_leaves_with_path(without_nnx_variables(inner_state))
+
     # `ScaleByAdamState.mu` and `TraceState.trace`, the names that optax uses for means of gradients.
-    is_moment = lambda path: any(getattr(key, "name", None) in ("mu", "trace") for key in path)
+    def is_moment(path):
+        return any(getattr(key, "name", None) in ("mu", "trace") for key in path)
+
     moments = [leaf for path, leaf in paths if is_moment(path) and is_floating(leaf) and np.ndim(leaf) > 0]
     # Each process reads its own part: a reduction over a global array would wait for the others.
     parts = (

@@ -114,10 +114,13 @@ def zero_gradients(measured: Measured) -> tuple[bool, Site | None]:
     backward = {path for path, site in measured.sites.items() if site.direction == "backward"}
     read = {source for path in backward for source in measured.sites[path].sources}
     gradients = backward - read  # What no other operation of the backward pass reads.
+
     # A value without elements, of a branch that is not taken, is from inf to -inf.
-    is_zero = lambda path: bool(
-        (measured.records[path][..., 0] >= 0).all() and (measured.records[path][..., 1] <= 0).all()
-    )
+    def is_zero(path):
+        return bool(
+            (measured.records[path][..., 0] >= 0).all() and (measured.records[path][..., 1] <= 0).all()
+        )
+
     if not gradients or not all(map(is_zero, gradients)):
         return False, None
     # In the order of the program: the first operation that makes zeros of numbers that are not all zero.
@@ -185,8 +188,13 @@ def _of_states(runs: Runs, wrong: Sequence[Wrong]) -> Finding:
 
 def _helpful(runs: Runs) -> Sequence[Module]:
     """Returns few modules or sources whose float32 mends a step and its states."""
-    is_far = lambda kept: not Limits("gradients", HARM).allow(runs.keeping(kept))
-    is_wrong = lambda kept: bool(runs.states.wrong(kept)) if runs.states else is_far(kept)
+
+    def is_far(kept):
+        return not Limits("gradients", HARM).allow(runs.keeping(kept))
+
+    def is_wrong(kept):
+        return bool(runs.states.wrong(kept)) if runs.states else is_far(kept)
+
     return runs.few(is_wrong, False) or ()
 
 
@@ -198,9 +206,16 @@ def of_accuracy(nonfinite: NonfiniteReport | None, precision: PrecisionReport) -
         yield _scale_finding(precision)
     elif precision.names and may_be_in_it and not precision.is_close:
         measure = precision.limits.measure
-        leaf = lambda own: own.leaf if measure == "gradients" else 0.0
-        error = lambda row: max(getattr(row.own, measure), leaf(row.own))
-        name = lambda row: "outside of all modules" if row.module == "/" else row.module
+
+        def leaf(own):
+            return own.leaf if measure == "gradients" else 0.0
+
+        def error(row):
+            return max(getattr(row.own, measure), leaf(row.own))
+
+        def name(row):
+            return "outside of all modules" if row.module == "/" else row.module
+
         worst = [f"{name(row)} {error(row):.1e} {' '.join(row.lines[:2])}" for row in precision.modules[:4]]
         where = f"The relative error of the {measure} with one module alone in half: "
         where += ", ".join(map(str.strip, worst))
@@ -212,7 +227,10 @@ def of_rounding(runs: Runs) -> Iterator[Finding]:
     if not runs.is_rounding:
         return
     half, name = runs.keeping(()), runs.program.dtype.name
-    off = lambda error: f"{times(error.gradients)} off, cosine {error.cosine:.2f}"
+
+    def off(error):
+        return f"{times(error.gradients)} off, cosine {error.cosine:.2f}"
+
     what = f"In {name} this gradient is mostly rounding error ({off(half)}), with any placement of casts."
     ran = f"Casts by hand around each matmul: {off(runs.by_hand)} at worst, here and at nearby parameters."
     other = f"float16 with a loss scale: {off(runs.in_float16())}. " if name == "bfloat16" else ""

@@ -111,7 +111,10 @@ def compile_for(
             "compile_for(device, fun, *args): the device comes first, then the function. "
             f"Got {type(device).__name__} and {type(fun).__name__}."
         )
-    is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
+
+    def is_array(x):
+        return hasattr(x, "shape") and hasattr(x, "dtype")
+
     if not any(map(is_array, jax.tree.leaves(args))):
         raise ValueError("Give the function an array: by its arrays JAX knows for what to compile.")
     own = mesh_for(device, {"device": 1}) if mesh is None else mesh

@@ -101,7 +101,10 @@ def _kind(instruction: Instruction) -> str | None:
 
 def _precision(instruction: Instruction, operands: tuple[HloArray, ...], device: Any) -> tuple[str, str]:
     """Returns the dtype of the multiplication and the dtype of the sums."""
-    bits = lambda array: HloArray(array.dtype, (8,)).size  # 8 elements have as many bytes as one has bits.
+
+    def bits(array):
+        return HloArray(array.dtype, (8,)).size  # 8 elements have as many bytes as one has bits.
+
     widest = max(operands, key=bits).dtype
     if widest in _EIGHT_BIT:
         return widest, "s32"

@@ -113,8 +113,11 @@ class Program(Shown):
     @property
     def tensor_core_share(self) -> float:
         """The share of the products' FLOPs on Tensor Cores in 16 bits or less; 1 without products."""
+
         # TF32 is rounded float32: it runs on Tensor Cores at half of their rate in 16 bits.
-        in_half = lambda product: product.on_tensor_cores and not product.arithmetic.startswith("tf32")
+        def in_half(product):
+            return product.on_tensor_cores and not product.arithmetic.startswith("tf32")
+
         flops = [(product.flops * product.times, in_half(product)) for product in self.products]
         total = sum(count for count, _ in flops)
         return sum(count for count, half in flops if half) / total if total else 1.0

@@ -54,7 +54,9 @@ def read_program(compiled: Any) -> Program:
 
 def _read(text: str, memory: Any, device: Any) -> Program:
     # Some backends have no analysis of the memory. JAX then returns None.
-    size = lambda name: getattr(memory, f"{name}_size_in_bytes", 0)
+    def size(name):
+        return getattr(memory, f"{name}_size_in_bytes", 0)
+
     products, collectives, launches, syncs = [], [], [], []
     conditionals = 0
     for instruction, times in _executed(parse(text), 1):

@@ -79,9 +79,16 @@ def _updates(update: Instruction) -> list[Instruction]:
 
 def _only_returned(instruction: Instruction) -> bool:
     """Whether nothing in the kernel reads its result, except further updates of the same array."""
-    is_output = lambda user: user.opcode == "tuple" and user.is_root
-    updates = lambda user: user.opcode in _UPDATES and user.operand_names[0] == instruction.name
-    passes_on = lambda user: user.opcode in _SAME_BYTES or updates(user)
+
+    def is_output(user):
+        return user.opcode == "tuple" and user.is_root
+
+    def updates(user):
+        return user.opcode in _UPDATES and user.operand_names[0] == instruction.name
+
+    def passes_on(user):
+        return user.opcode in _SAME_BYTES or updates(user)
+
     return all(is_output(user) or (passes_on(user) and _only_returned(user)) for user in instruction.users)
 
 

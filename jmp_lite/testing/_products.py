@@ -62,7 +62,10 @@ def assert_precision(
 
 def _check(products: Sequence[AutocastOperation], wanted: Mapping[str, str]) -> None:
     """Raises an AssertionError if a product is not in the dtype of the first pattern that matches it."""
-    selects = lambda pattern, row: any(matches(pattern, path) for path in (row.scope, *row.arguments))
+
+    def selects(pattern, row):
+        return any(matches(pattern, path) for path in (row.scope, *row.arguments))
+
     used = [next((p for p in wanted if selects(p, product)), None) for product in products]
     faults = (_fault(product, pattern, wanted) for product, pattern in zip(products, used))
     wrong = list(filter(None, faults))
@@ -135,8 +138,13 @@ def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
     if not program.products:
         raise failure("assert_tensor_cores", "the program has no products")
     if program.tensor_core_share < share:
-        flops = lambda product: product.flops * product.times
-        is_other = lambda product: not product.on_tensor_cores or product.arithmetic.startswith("tf32")
+
+        def flops(product):
+            return product.flops * product.times
+
+        def is_other(product):
+            return not product.on_tensor_cores or product.arithmetic.startswith("tf32")
+
         others = sorted(filter(is_other, program.products), key=flops, reverse=True)
         total = sum(map(flops, program.products))
         lines = [

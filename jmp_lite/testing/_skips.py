@@ -83,10 +83,16 @@ def _filled(leaf: Any, value: float) -> Any:
 
 def _step(train_step: Callable[..., Any], state: Any, batch: Sequence[Any]) -> Any:
     """Returns the new state."""
+
     # The step gets copies, since it may donate its arguments, and the old state is compared with the new one.
-    copy = lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf
+    def copy(leaf):
+        return leaf.copy() if isinstance(leaf, jax.Array) else leaf
+
     result = train_step(*jax.tree.map(copy, (state, *batch)))
-    has_structure = lambda tree: jax.tree.structure(tree) == jax.tree.structure(state)
+
+    def has_structure(tree):
+        return jax.tree.structure(tree) == jax.tree.structure(state)
+
     if not has_structure(result) and isinstance(result, tuple) and result:
         result = result[0]
     if not has_structure(result):

@@ -59,7 +59,10 @@ class Dependence(abc.ABC):
         key = id(inside), tuple(outputs), backward, held
         if key not in self._found:
             known = self.loops.held(inside, held)
-            counts = lambda var: self._counts(var, known)
+
+            def counts(var):
+                return self._counts(var, known)
+
             found = set(filter(counts, itertools.compress(inside.outvars, outputs)))
             found.update(self._seeds(inside, known))
             # One walk is enough: an operation stands behind those that make its operands.
@@ -265,7 +268,10 @@ class Tangents:
 
     def inputs(self, op: Op, found: Set[Var]) -> list[tuple[bool, ...]]:
         """Returns flags for the inputs of each jaxpr of a call. What a loop carries may become flagged."""
-        is_found = lambda var: not is_literal(var) and var in found
+
+        def is_found(var):
+            return not is_literal(var) and var in found
+
         known = {index for index, var in enumerate(op.equation.invars) if is_found(var)}
         while True:
             inputs = [tuple(index in known for index in inner.operands) for inner in op.inner]

@@ -45,28 +45,32 @@ class Regions:
         for op in self._ops:
             if op.traits.copies:
                 spread.update(op.equation.outvars)
-            shape = op.equation.outvars[0].aval.shape if op.traits.pointwise else None
-            is_spread = any(
-                var in spread or getattr(var.aval, "shape", None) != shape for var in op.variables
-            )
-            if shape is None or is_spread or op.is_listed:  # The user's lists win over regions.
-                continue
-            parts = (self._functions.get(var, (var,)) for var in op.variables)
-            sources = tuple(dict.fromkeys(var for part in parts for var in part))
-            if len(sources) not in (1, 2) or not all(map(is_float32, sources)):
-                continue
-            (out,) = op.equation.outvars
-            self._functions[out] = sources
-            # A GELU is seven operations. One of them is a power, which runs in float32, and so do those after
-            # it. If JAX differentiated them one by one, they would keep four float32 arrays for the backward
-            # pass.
-            if op.stays_float32 or not self._wide.isdisjoint(op.variables):
-                self._wide.add(out)
-            elif op.traits.saturates:
-                saturated.add(out)
-            # In half, a gate would be rounded at each operation.
-            elif op.name == "mul" and len(op.variables) == 2 and not saturated.isdisjoint(op.variables):
-                self._gates.add(out)
+            # The user's lists win over regions.
+            elif op.traits.pointwise and not op.is_listed and (sources := self._sources(op, spread)):
+                self._add_function(op, sources, saturated)
+
+    def _sources(self, op: Op, spread: Set[Var]) -> tuple[Var, ...]:
+        """Returns the one or two float32 variables that an element-wise result is computed from, else ()."""
+        shape = op.equation.outvars[0].aval.shape
+        if any(var in spread or getattr(var.aval, "shape", None) != shape for var in op.variables):
+            return ()
+        parts = (self._functions.get(var, (var,)) for var in op.variables)
+        sources = tuple(dict.fromkeys(var for part in parts for var in part))
+        return sources if len(sources) <= 2 and all(map(is_float32, sources)) else ()
+
+    def _add_function(self, op: Op, sources: tuple[Var, ...], saturated: set[Var]) -> None:
+        (out,) = op.equation.outvars
+        self._functions[out] = sources
+        # A GELU is seven operations. One of them is a power, which runs in float32, and so do those after
+        # it. If JAX differentiated them one by one, they would keep four float32 arrays for the backward
+        # pass.
+        if op.stays_float32 or not self._wide.isdisjoint(op.variables):
+            self._wide.add(out)
+        elif op.traits.saturates:
+            saturated.add(out)
+        # In half, a gate would be rounded at each operation.
+        elif op.name == "mul" and len(op.variables) == 2 and not saturated.isdisjoint(op.variables):
+            self._gates.add(out)
 
     def ending(
         self, index: int, wanted: Wanted, states: Mapping[Var, State], rulings: Sequence[Ruling]

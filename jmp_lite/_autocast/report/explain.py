@@ -163,7 +163,10 @@ class AutocastReport:
             lines += ["", "Matmuls that are not in half:", *map(str, left)]
         not_fp8 = filter(None, (operation.not_fp8 for operation in self.operations))
         lines += _counted("Matmuls that are in bfloat16 and not in fp8:", not_fp8)
-        names = lambda operation: f" ({', '.join(operation.arguments)})" if operation.arguments else ""
+
+        def names(operation):
+            return f" ({', '.join(operation.arguments)})" if operation.arguments else ""
+
         slow = (f"{each.advice}{names(each)}" for each in self.operations if each.advice)
         lines += _counted("Matmuls of sizes that Tensor Cores run slowly:", slow)
         lines += _counted("Softmaxes between two matmuls:", map(str, self.attentions))
@@ -253,8 +256,11 @@ def _without_effect(
     traced: Arguments, rules: Rules, operations: tuple[AutocastOperation, ...]
 ) -> Iterator[str]:
     """Yields the options without which every operation has the same dtypes."""
+
     # The plan without the option is compared, not the numbers, so nothing is computed.
-    dtypes_of = lambda operations: [(operation.operands, operation.results) for operation in operations]
+    def dtypes_of(operations):
+        return [(operation.operands, operation.results) for operation in operations]
+
     ablations = list(rules.ablations())
     for written, others in ablations if len(ablations) <= _MOST_ABLATIONS else ():
         _, plan = make_plan(traced, others)

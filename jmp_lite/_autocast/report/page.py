@@ -174,7 +174,10 @@ def _rows(
     """
     # Without a source, the keys of `lines` are whole places.
     last, places = 0, {*lines, *marks}
-    row = lambda number, code, key: _line(number, code, lines.get(key, ()), marks.get(key, ()), total)
+
+    def row(number, code, key):
+        return _line(number, code, lines.get(key, ()), marks.get(key, ()), total)
+
     for place in () if source else sorted(places, key=lambda place: -_flops(lines.get(place, ()))):
         yield place, row("", shortened(place) or "made by JAX", place)
     for number in _near(map(int, places if source else ()), len(source)):

@@ -75,7 +75,10 @@ def find_nonfinite(fun: Callable[P, Any], **options: Unpack[Options]) -> Callabl
         >>> print(find_nonfinite(step, value_and_grad_fn=None)(w, jnp.zeros(4)).summary())
         The result of the step is not finite.
     """
-    answer = lambda case: find(case, lambda: Runs(case))
+
+    def answer(case):
+        return find(case, lambda: Runs(case))
+
     return tool("find_nonfinite", fun, None, jnp.float32, answer, **options)
 
 
@@ -94,8 +97,11 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
     if may_compare and any(origin.is_harmful or origin.end for origin in origins):
         trials = Trials(runs())
         origins = trials.judged(origins)
+
     # What the forward pass computes for the backward pass alone does not make the loss inf.
-    is_later = lambda origin: origin.direction in ("derivative", "backward")
+    def is_later(origin):
+        return origin.direction in ("derivative", "backward")
+
     harmful = sorted((origin for origin in origins if origin.is_harmful), key=is_later)
     report = _report(case, harmful, origins, tuple(aux.values()))
     if report.cause is None:
@@ -184,9 +190,16 @@ class Trials:
         is_known = any(origin.is_harmful for origin in origins) or not self.runs.is_finite
         if is_known or (wrong := self._error(())) <= HARM:
             return list(origins)
-        sets = lambda groups: (*([group] for group in groups), groups)
-        near = lambda origin: sets(self.runs.program.groups_on(origin.site.line) if origin.end else [])
-        is_harmful = lambda origin: any(self._error(kept) < wrong / 2 for kept in near(origin))
+
+        def sets(groups):
+            return (*([group] for group in groups), groups)
+
+        def near(origin):
+            return sets(self.runs.program.groups_on(origin.site.line) if origin.end else [])
+
+        def is_harmful(origin):
+            return any(self._error(kept) < wrong / 2 for kept in near(origin))
+
         return [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
 
     def _in_float32(self, kept: Sequence[Module]) -> Trial:
@@ -243,8 +256,11 @@ def _with_advice(
 
 def _fitting_scale(tapped: Tapped, scale: float, watched: Sequence[int]) -> float | None:
     """Returns the largest power of two below `scale` at which the loss and all gradients are finite."""
+
     # Larger scales only overflow more, so a binary search over the exponents finds it.
-    is_bad = lambda exponent: bool(Flow(tapped(2.0**exponent), watched).bad_outputs())
+    def is_bad(exponent):
+        return bool(Flow(tapped(2.0**exponent), watched).bad_outputs())
+
     exponents = range(LOWEST, math.ceil(math.log2(scale)))
     finite = bisect.bisect_left(exponents, True, key=is_bad)
     return 2.0 ** exponents[finite - 1] if finite else None

@@ -107,9 +107,14 @@ class Flow:
             for steps in np.argwhere(np.isfinite(low) & np.isfinite(high) & (low <= high)):
                 for operand in filter(self._is_bad, self._operands((path, tuple(map(int, steps))))):
                     ends.setdefault(operand, self._sites[path])
+
         # The inf of a mask is written in the program, and is no result of half arithmetic.
-        takes_inf = lambda site: not {"inf", "-inf"}.isdisjoint(site.operands)
-        is_computed = lambda site: site.kind is SiteKind.OPERATION and site.is_half and not takes_inf(site)
+        def takes_inf(site):
+            return not {"inf", "-inf"}.isdisjoint(site.operands)
+
+        def is_computed(site):
+            return site.kind is SiteKind.OPERATION and site.is_half and not takes_inf(site)
+
         leading, _ = self._leading(ends)
         return {instance: end for instance, end in leading.items() if is_computed(self._sites[instance[0]])}
 
@@ -139,7 +144,10 @@ class Flow:
     def _origin(self, instance: Instance) -> Origin:
         path, steps = instance
         site, is_harmful = self._sites[path], instance in self._following
-        is_inside = lambda source: len(self._sites[source].loops) > len(steps)  # Of a loop that it leaves.
+
+        def is_inside(source):
+            return len(self._sites[source].loops) > len(steps)  # Of a loop that it leaves.
+
         return Origin(
             site=site,
             is_nan=self._is_nan(instance),
@@ -218,7 +226,9 @@ class Flow:
 
     @functools.cached_property
     def _bad_instances(self) -> dict[Path, list[Instance]]:
-        listed = lambda bad: (tuple(map(int, steps)) for steps in np.argwhere(bad))
+        def listed(bad):
+            return (tuple(map(int, steps)) for steps in np.argwhere(bad))
+
         return {path: [(path, steps) for steps in listed(bad)] for path, bad in self._bad.items()}
 
     def _is_bad(self, instance: Instance) -> bool:

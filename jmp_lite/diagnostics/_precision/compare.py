@@ -154,8 +154,11 @@ class Runs:
     @functools.cached_property
     def is_rounding(self) -> bool:
         """Whether the gradient is mostly rounding error, with casts by hand too, here and nearby."""
+
         # Half precision still finds the way to a better point if one of the directions nearby is right.
-        is_lost = lambda error: error.gradients > 1 and error.cosine < _COSINE
+        def is_lost(error):
+            return error.gradients > 1 and error.cosine < _COSINE
+
         return not self.program.is_step and is_lost(self.keeping(())) and all(map(is_lost, self._near))
 
     def in_float16(self) -> Difference:
@@ -210,7 +213,10 @@ class Runs:
         parameters, gradients = list(self.program.parameters.values()), self._full[1:]
         if self.program.is_step or [p.shape for p in parameters] != [g.shape for g in gradients]:
             return 0.0
-        product = lambda p, g: abs(float(jnp.sum(p.astype(jnp.float32) * jnp.real(g))))
+
+        def product(p, g):
+            return abs(float(jnp.sum(p.astype(jnp.float32) * jnp.real(g))))
+
         total = sum(map(product, parameters, gradients))
         return total if math.isfinite(total) else 0.0
 
@@ -247,7 +253,10 @@ class Runs:
         """
         unscaled = self.keeping(())
         limits = Limits("gradients", self.harmless if tolerance is None else tolerance)
-        error = lambda scale: limits.measured(self.keeping((), scale))
+
+        def error(scale):
+            return limits.measured(self.keeping((), scale))
+
         # No scale mends a loss that is not finite: it overflows before it is scaled.
         if not self.may_scale or limits.allow(unscaled) or math.isinf(unscaled.loss):
             return None
@@ -302,11 +311,17 @@ def report_of(runs: Runs, tolerance: float | None) -> PrecisionReport:
     own = {module: runs.keeping(every - {module}) for module in program.modules if every}
     # Of modules with equal errors, as inf, the other measure decides.
     other = "gradients" if limits.measure == "loss" else "loss"
-    size = lambda error: (limits.measured(error), getattr(error, other))
+
+    def size(error):
+        return (limits.measured(error), getattr(error, other))
+
     order = sorted(own, key=lambda module: size(own[module]), reverse=True)
     enough = (limits.tolerance, math.inf)
     kept = () if is_close else runs.few(lambda kept: size(runs.keeping(kept)), enough)
-    labels = lambda modules: tuple(module.label for module in modules)
+
+    def labels(modules):
+        return tuple(module.label for module in modules)
+
     report = PrecisionReport(
         dtype=program.dtype.name,
         loss_scale=runs.scale,

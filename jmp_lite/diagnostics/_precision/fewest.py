@@ -13,17 +13,27 @@ def fewest(modules: Sequence[M], error: Callable[[Sequence[M]], Any], tolerance:
     `modules` come with the largest error of their own first; `error` is what is left with some of them in
     float32. No module of the set can be left out, but another set may be smaller.
     """
-    is_enough = lambda kept: error(kept) <= tolerance
-    without = lambda kept, module: tuple(other for other in kept if other != module)
+
+    def is_enough(kept):
+        return error(kept) <= tolerance
+
+    def without(kept, module):
+        return tuple(other for other in kept if other != module)
+
     if not is_enough(modules):
         return None
     # First those without which all others are not enough. Then the shortest prefix of the others, and last
     # a search for members that can be left out after all.
     needed = [module for module in modules if not is_enough(without(modules, module))]
     others = [module for module in modules if module not in needed]
-    in_order = lambda added: tuple(module for module in modules if module in (*needed, *added))
+
+    def in_order(added):
+        return tuple(module for module in modules if module in (*needed, *added))
+
     # As a rule, the error falls with each module that is added, as a bisection needs.
-    enough_with = lambda count: is_enough(in_order(others[:count]))
+    def enough_with(count):
+        return is_enough(in_order(others[:count]))
+
     kept = in_order(others[: bisect.bisect_left(range(len(others)), True, key=enough_with)])
     while True:  # Without one module, another that was needed before may not be.
         for module in reversed(kept):

@@ -103,8 +103,11 @@ class FlaggedProgram:
         if not nudge:
             return arrays
         named = zip(arrays, self._program.names)
+
         # A change that looks random and is the same in each run.
-        nudged = lambda array: array + array * nudge * jnp.sin(1e4 * array)
+        def nudged(array):
+            return array + array * nudge * jnp.sin(1e4 * array)
+
         return [nudged(array) if name in self.parameters else array for array, name in named]
 
     def argument(self, number: int) -> tuple[str, str]:
@@ -208,7 +211,10 @@ def _jitted_as_a_whole(jaxpr: Jaxpr) -> str:
 def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
     """Returns modules of the program's own half values. One that autocast casts too gets another name."""
     names = {module.name for module in cast}
-    rename = lambda part: dataclasses.replace(part, name=f"{part.name} (its own casts)")
+
+    def rename(part):
+        return dataclasses.replace(part, name=f"{part.name} (its own casts)")
+
     return [rename(part) if part.name in names else part for part in own]
 
 

@@ -26,7 +26,10 @@ class Group:
 
     def norms(self, half: Sequence[Array], full: Sequence[Array]) -> np.ndarray:
         """Returns for each output the squared norms of the difference, of half and of float32."""
-        pick = lambda arrays: [arrays[number] for number in self.numbers]
+
+        def pick(arrays):
+            return [arrays[number] for number in self.numbers]
+
         before = self.before or [0.0] * len(self.numbers)
         sums = np.asarray(list(map(_sums, pick(half), pick(full), before)), np.float64).reshape(-1, 4)
         # In float64, which holds the square of the unit of any float32 array.
@@ -50,7 +53,10 @@ def _sums(half: Array, full: Array, before: Any) -> Array:
     # The squares of small gradients would be zero in float32, so each array is divided by its unit.
     largest = jnp.max(jnp.abs(full), initial=0)
     unit = jnp.where(largest > 0, largest, 1)
-    square = lambda x: jnp.sum(jnp.real(x * jnp.conj(x)))
+
+    def square(x):
+        return jnp.sum(jnp.real(x * jnp.conj(x)))
+
     half, full = (half - before) / unit, (full - before) / unit
     return jnp.stack([unit, square(half - full), square(half), square(full)])
 
@@ -81,13 +87,25 @@ def updated(program: FlaggedProgram, full: Sequence[Array]) -> dict[int, int]:
     # By structure and shape alone, a loss in half looks like the new value of a half scalar that it depends
     # on, and returned gradients look like new parameters. Both are far from the old values.
     arrays = program.arrays(1.0)
-    is_half = lambda index: program.argument(index)[1] in ("float16", "bfloat16")
-    is_far_from = lambda old, new: bool(old) and bool(abs(new - old) > abs(old) / 4)
-    is_far_scalar = lambda n, old: not old.shape and is_far_from(old, full[n])
-    is_loss = lambda n, index: is_half(index) and is_far_scalar(n, arrays[index])
+
+    def is_half(index):
+        return program.argument(index)[1] in ("float16", "bfloat16")
+
+    def is_far_from(old, new):
+        return bool(old) and bool(abs(new - old) > abs(old) / 4)
+
+    def is_far_scalar(n, old):
+        return not old.shape and is_far_from(old, full[n])
+
+    def is_loss(n, index):
+        return is_half(index) and is_far_scalar(n, arrays[index])
+
     state = {n: index for n, index in program.state.items() if not is_loss(n, index)}
     new = {n: index for n, index in state.items() if program.argument(index)[0] in program.parameters}
-    square = lambda array: float(jnp.sum(jnp.square(jnp.abs(array))))
+
+    def square(array):
+        return float(jnp.sum(jnp.square(jnp.abs(array))))
+
     moves = sum(square(full[number] - arrays[index]) for number, index in new.items())
     # As squares: further than half of the norm of the parameters.
     is_far = moves >= sum(square(arrays[index]) for index in new.values()) / 4

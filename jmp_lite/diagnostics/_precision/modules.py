@@ -82,16 +82,19 @@ def _own_module(
     named = [operation for operation in casts if makes_half(operation.source)]
     lines = tuple(dict.fromkeys(operation.source for operation in (named if casts else users)))[:4]
     inside = name.removeprefix(f"{around}/")
-    parts = inside.split("/")[1:]
-    path = "/".join(parts[1:] if parts[:1] == ["params"] else parts)
+    path = "" if casts else _path_of_parameters(inside, paths)
+    if path and has_policy:
+        return Module(name, "", lines, policy=path)
+    return Module(name, "", lines, layer="" if lines or not path else f"dtype=jnp.float32 in {inside}")
+
+
+def _path_of_parameters(name: str, paths: Collection[str]) -> str:
+    """Returns the path of a module with parameters, of which `paths` are all; empty if it has none."""
     # A policy has rules for modules with parameters, and none for the functions that they call. A layer of a
     # library has a dtype of its own. Of other operations no line says in which dtype they run.
-    has_parameters = bool(path) and any(f"/{path}/" in f"/{parameter}" for parameter in paths)
-    if not has_parameters or casts:
-        return Module(name, "", lines)
-    if has_policy:
-        return Module(name, "", lines, policy=path)
-    return Module(name, "", lines, layer="" if lines else f"dtype=jnp.float32 in {inside}")
+    parts = name.split("/")[1:]
+    path = "/".join(parts[1:] if parts[:1] == ["params"] else parts)
+    return path if path and any(f"/{path}/" in f"/{parameter}" for parameter in paths) else ""
 
 
 def in_words(modules: Sequence[Module]) -> str:
@@ -111,10 +114,13 @@ def _casts_in_words(modules: Sequence[Module]) -> list[str]:
     for module in modules:
         if module.casts:
             casts[module.casts].update(line.partition(" ")[0] for line in module.lines)
-    which = lambda lines: f"{'lines' if len(lines) > 1 else 'line'} {', '.join(sorted(lines))}"
-    words = [f"use float32 instead of {dtype} on {which(lines)}" for dtype, lines in casts.items()]
+    words = [f"use float32 instead of {dtype} on {_places(lines)}" for dtype, lines in casts.items()]
     loops = {line.partition(" ")[0] for module in modules for line in module.carries}
-    return [*words, f"start the carry in float32 for the loop on {which(loops)}"] if loops else words
+    return [*words, f"start the carry in float32 for the loop on {_places(loops)}"] if loops else words
+
+
+def _places(lines: Collection[str]) -> str:
+    return f"{'lines' if len(lines) > 1 else 'line'} {', '.join(sorted(lines))}"
 
 
 def is_of_library(line: str) -> bool:
@@ -148,10 +154,12 @@ def _names(operations: Sequence[AutocastOperation], parameters: Sequence[str], a
     for first, *_ in inside:
         same = (len(set(names)) == 1 for names in zip(*(path for path in inside if path[0] == first)))
         ends[first] = sum(itertools.takewhile(bool, same)) + 1
+    return [prefix + "/".join(_first_names(path, ends[path[0]])) for path, prefix in zip(inside, prefixes)]
+
+
+def _first_names(path: Sequence[str], end: int) -> list[str]:
     # An index belongs to the name in front of it.
-    indexes = lambda path: itertools.takewhile(str.isdigit, path[ends[path[0]] :])
-    short = lambda path: [*path[: ends[path[0]]], *indexes(path)]
-    return [prefix + "/".join(short(path)) for path, prefix in zip(inside, prefixes)]
+    return [*path[:end], *itertools.takewhile(str.isdigit, path[end:])]
 
 
 def _path(operation: AutocastOperation, parameters: Sequence[str]) -> str:

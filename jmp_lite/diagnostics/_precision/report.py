@@ -206,7 +206,10 @@ class PrecisionReport(Shown):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the modules as a table of text, with a head."""
-        errors = lambda own: (f"{error:.2e}" for error in (own.loss, own.gradients, own.leaf))
+
+        def errors(own):
+            return (f"{error:.2e}" for error in (own.loss, own.gradients, own.leaf))
+
         return [
             ("module alone in half", "loss", "gradients", "one of them", "cosine"),
             *((row.module, *errors(row.own), f"{row.own.cosine:.6f}") for row in self.modules),

@@ -61,7 +61,10 @@ def sources_of(
     of the `layers` of a library gives comes from it alone: it casts whatever it takes to its own dtype.
     """
     named = zip(traced.names, traced.arrays, strict=True)
-    source = lambda name: _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
+
+    def source(name):
+        return _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
+
     search = _Search(numbers, layers)
     search.run(traced.jaxpr, [source(name) if is_narrow(array) else _Origin() for name, array in named])
     every = frozenset[Module]().union(*map(_joined, search.found.values())) - {_NONE, _LIBRARY}
@@ -99,16 +102,20 @@ class _Search(Forward[_Origin]):
             self._widened[line] |= operands[0].sources
         # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
         taken = (origin for origin in operands if origin.line in ("", line))
-        sources = _joined(taken) | self.of_numbers(equation)
         is_fixed = all(origin.is_fixed for origin in operands)
-        # A cotangent has the dtype of the value whose gradient it is: what this line has cast to float32.
-        if is_cast and gives_half and is_transposed(equation):
-            sources = self._widened[line] or frozenset({_NONE})
-        elif gives_half:
-            sources = sources or _cast(equation, line, is_fixed)
+        sources = _joined(taken) | self.of_numbers(equation)
+        if gives_half:
+            sources = self._of_half(equation, line, sources, is_fixed)
         sources = (self._layer_of(equation) if sources else None) or sources
         lines = ("" if is_narrow(var) else line for var in equation.outvars)
         return [_Origin(sources, own, is_fixed) for own in lines]
+
+    def _of_half(self, equation: Equation, line: str, sources: Sources, is_fixed: bool) -> Sources:
+        """Returns the sources of a half result whose operands have the given ones."""
+        # A cotangent has the dtype of the value whose gradient it is: what this line has cast to float32.
+        if equation.primitive.name == "convert_element_type" and is_transposed(equation):
+            return self._widened[line] or frozenset({_NONE})
+        return sources or _cast(equation, line, is_fixed)
 
     def of_numbers(self, equation: Equation) -> Sources:
         """Returns the lines that convert the numbers of an equation to half."""

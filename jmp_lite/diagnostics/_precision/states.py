@@ -66,10 +66,9 @@ class States:
         return self._run(None)
 
     def _of_metrics(self, half: Trained) -> Iterator[Wrong]:
-        last = lambda values: float(np.mean(values[-STEPS // 5 :]))
         for number, values in self._in_float32[0].items():
-            end, start = last(values), values[0]
-            size, difference = max(abs(end), abs(start - end)), abs(last(half[0][number]) - end)
+            end, start = _last(values), values[0]
+            size, difference = max(abs(end), abs(start - end)), abs(_last(half[0][number]) - end)
             error = difference / size if size else difference
             if not error <= HARM:  # Also if it is NaN.
                 path = self._program.outputs[number]
@@ -88,14 +87,7 @@ class States:
             share = stuck / moved if moved else 0.0
             # A part that is NaN in half is not at least anything.
             if moved and (not part >= _LEAST or (in_half and far > _SHARE * moved)):
-                lost = (
-                    f"The update is lost{f' in {dtype}' if in_half else ''} for {share:.0%} of the elements"
-                )
-                what = f"{lost} of {name} that have one: they never move {_ON}."
-                if not math.isfinite(part):
-                    what = f"{name} is not finite {_ON}, and is in float32."
-                elif share <= _SHARE:
-                    what = f"The update is lost in part: {name} comes {part:.0%} as far as in float32 {_ON}."
+                what = _lost(name, dtype if in_half else "", share, part)
                 yield Wrong(what, max(share, 1 - part) if part < 1 else share, name, in_half, share == 1)
             elif in_half and error > 1:
                 what = f"{name} in {dtype} ends {times(error)} as far from float32 as it moves there {_ON}."
@@ -120,6 +112,21 @@ class States:
 
 
 _ON = f"in {STEPS} steps on this batch"
+
+
+def _last(values: Collection[float]) -> float:
+    """Returns the mean of the last fifth of the values of a metric."""
+    return float(np.mean([*values][-STEPS // 5 :]))
+
+
+def _lost(name: str, half: str, share: float, part: float) -> str:
+    """Says what a state has lost: a share of its elements never moves, and it comes a part of its way."""
+    if not math.isfinite(part):
+        return f"{name} is not finite {_ON}, and is in float32."
+    if share <= _SHARE:
+        return f"The update is lost in part: {name} comes {part:.0%} as far as in float32 {_ON}."
+    where = f"{f' in {half}' if half else ''} for {share:.0%} of the elements of {name} that have one"
+    return f"The update is lost{where}: they never move {_ON}."
 
 
 def times(error: float) -> str:
@@ -151,9 +158,15 @@ def _compared(start: Array, full: Array, half: Array, eps: float) -> tuple[Array
     units = units / jnp.where(largest > 0, largest, 1)
     moves, is_stuck = way != 0, (way != 0) & (own == 0)
     is_far = (jnp.abs(way) >= units) & moves
-    norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x))))
+
+    def norm(x):
+        return jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x))))
+
     counts = (jnp.sum(each) for each in (moves, is_stuck, is_stuck & is_far))
     moved = is_far | ((jnp.abs(own) >= units) & (own != 0))
-    chosen = lambda x: norm(jnp.where(moved, x, 0))
+
+    def chosen(x):
+        return norm(jnp.where(moved, x, 0))
+
     error = jnp.where(moved.any(), chosen(own - way) / jnp.maximum(chosen(way), 1e-30), 0)
     return (*counts, norm(own) / jnp.maximum(norm(way), 1e-30), error)

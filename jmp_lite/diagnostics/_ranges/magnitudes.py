@@ -214,7 +214,10 @@ def suggested(gradients: Magnitudes) -> int | None:
     if safe is None:
         return None
     best = gradients.fates(safe)
-    digits = lambda fates: fates.share(fates.subnormal)
+
+    def digits(fates):
+        return fates.share(fates.subnormal)
+
     fates = ((exponent, gradients.fates(exponent)) for exponent in range(min(0, safe), safe + 1))
     enough = (each for each in fates if each[1].lost <= best.lost + _OF_VALUES)
     return next(n for n, each in enough if digits(each) <= digits(best) + _OF_DIGITS)

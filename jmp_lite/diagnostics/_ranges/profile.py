@@ -119,7 +119,10 @@ class RangeReport(Shown):
 
         Even at the largest safe scale, more than 1 % of their nonzero values become zero.
         """
-        lost = lambda row: 0.0 if self._safe is None else row.magnitudes.fates(self._safe).lost
+
+        def lost(row):
+            return 0.0 if self._safe is None else row.magnitudes.fates(self._safe).lost
+
         return tuple(row for row in self._gradients if lost(row) > _TOLERANCE)
 
     @property

@@ -152,11 +152,17 @@ def _with_arrays(call: LossCall, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if call.value_and_grad_fn is not jax.value_and_grad:
         return args
     argnums = call.argnums if isinstance(call.argnums, Sequence) else (call.argnums,)
-    is_number = lambda leaf: isinstance(leaf, (float, complex)) and not isinstance(leaf, np.generic)
+
+    def is_number(leaf):
+        return isinstance(leaf, (float, complex)) and not isinstance(leaf, np.generic)
+
     changed = list(args)
     for number in argnums:
         if any(map(is_number, jax.tree.leaves(args[number]))):  # `jax.tree.map` would copy modules of NNX.
-            as_array = lambda leaf: jnp.asarray(leaf) if is_number(leaf) else leaf
+
+            def as_array(leaf):
+                return jnp.asarray(leaf) if is_number(leaf) else leaf
+
             changed[number] = jax.tree.map(as_array, args[number])
     return tuple(changed)
 

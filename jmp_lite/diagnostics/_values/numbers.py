@@ -305,9 +305,10 @@ def _assigned(inside: ast.AST, kind: type, name: str) -> tuple[ast.expr, ...]:
     for node in ast.walk(inside):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         value = getattr(node, "value", None)
-        is_target = lambda each: (
-            isinstance(each, kind) and name in (getattr(each, "id", ""), getattr(each, "attr", ""))
-        )
+
+        def is_target(each):
+            return isinstance(each, kind) and name in (getattr(each, "id", ""), getattr(each, "attr", ""))
+
         if isinstance(value, ast.expr) and any(map(is_target, targets)):
             values.append(value)
     return tuple(values)

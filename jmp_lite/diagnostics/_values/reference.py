@@ -216,7 +216,10 @@ class Reference:
             if isinstance(value, np.dtype) and value in NARROW:
                 changed[name] = self._wide
             elif hasattr(open_jaxpr(value), "eqns"):  # The sum of a `reduce`, of a scatter.
-                wide_dtype = lambda var: self._wide if is_narrow(var) else var.aval.dtype
+
+                def wide_dtype(var):
+                    return self._wide if is_narrow(var) else var.aval.dtype
+
                 inputs = open_jaxpr(value).invars
                 shapes = [jax.ShapeDtypeStruct(var.aval.shape, wide_dtype(var)) for var in inputs]
                 wide = jax.make_jaxpr(lambda *arrays, value=value: self.run(value, arrays))(*shapes)
@@ -262,5 +265,8 @@ def _flags_of_sum(operands: Values, flags: Flags | None) -> Flags | None:
 
 def _as_written(equation: Equation, arrays: Sequence[Array]) -> list[Array]:
     """Runs an operation in the dtypes that it has in the program."""
-    cast_back = lambda x, var: lax.convert_element_type(x, var.aval.dtype) if is_narrow(var) else x
+
+    def cast_back(x, var):
+        return lax.convert_element_type(x, var.aval.dtype) if is_narrow(var) else x
+
     return bind(equation, list(map(cast_back, arrays, equation.invars)))

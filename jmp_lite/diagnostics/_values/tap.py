@@ -70,7 +70,10 @@ class Probe:
         # promise that a minimum of floats keeps a NaN (https://github.com/openxla/xla/issues/21461). The bits
         # of negative numbers fall as the numbers rise, so all of them but the sign are inverted.
         whole = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[array.dtype.itemsize]
-        order = lambda bits: jnp.where(bits < 0, bits ^ jnp.iinfo(whole).max, bits)
+
+        def order(bits):
+            return jnp.where(bits < 0, bits ^ jnp.iinfo(whole).max, bits)
+
         ordered = order(lax.bitcast_convert_type(array, whole))
         high, inverted_low = maxima(ordered, ~ordered)
         ends = order(jnp.stack([~inverted_low, high]))
@@ -94,7 +97,10 @@ def maxima(first: Array, second: Array) -> tuple[Array, Array]:
     """Returns the largest elements of two arrays of integers, which have the same shape and dtype."""
     # XLA's CPU backend runs this single reduction several times as fast as two.
     least = np.asarray(jnp.iinfo(first.dtype).min, first.dtype)
-    join = lambda one, other: (jnp.maximum(one[0], other[0]), jnp.maximum(one[1], other[1]))
+
+    def join(one, other):
+        return (jnp.maximum(one[0], other[0]), jnp.maximum(one[1], other[1]))
+
     # Over all axes of the array as it is: to flatten a sharded array, XLA would gather its shards.
     high, other_high = lax.reduce((first, second), (least, least), join, tuple(range(first.ndim)))
     return high, other_high
@@ -186,13 +192,19 @@ class Tap:
     def _empty(self, inside: Path) -> Records:
         """Returns the records of a part of the program that does not run: of all sites inside of a path."""
         start = len(inside)
-        is_inside = lambda path: len(path) > start + 1 and path[:start] == inside
+
+        def is_inside(path):
+            return len(path) > start + 1 and path[:start] == inside
+
         sites = {path: site for path, site in self.sites.items() if is_inside(path)}
         records = {path: self.probe.empty(site.dtype) for path, site in sites.items()}
         if self.probe.join:
             return records
+
         # Records that are not joined have an axis for each loop inside of the part.
-        lengths = lambda path: [loop.length for loop in sites[path].loops if len(loop.path) > start]
+        def lengths(path):
+            return [loop.length for loop in sites[path].loops if len(loop.path) > start]
+
         return {at: jnp.broadcast_to(each, (*lengths(at), *each.shape)) for at, each in records.items()}
 
 

@@ -105,7 +105,10 @@ class LossProgram:
     @property
     def loss_scales(self) -> list[str]:
         """The paths of the loss scales that it takes: a step has its own, in the state of its optimizer."""
-        is_own = lambda name: f"/{name}".endswith("/loss_scale/loss_scale")
+
+        def is_own(name):
+            return f"/{name}".endswith("/loss_scale/loss_scale")
+
         return list(filter(is_own, self.names)) if self.is_step else [_SCALE]
 
     def at_scale(self, scale: float) -> list[Array]:
@@ -159,12 +162,18 @@ class _Recorded:
         `first` is the index of the first of them among all outputs.
         """
         leaves = jax.tree.leaves(tree)
-        is_array = lambda leaf: isinstance(leaf, (jax.Array, np.ndarray))
+
+        def is_array(leaf):
+            return isinstance(leaf, (jax.Array, np.ndarray))
+
         floating = [number for number, leaf in enumerate(leaves) if has_dtype(leaf, jnp.inexact)]
         others = [n for n, leaf in enumerate(leaves) if is_array(leaf) and n not in set(floating)]
         places = {leaf: first + place for place, leaf in enumerate([*floating, *others])}
         self.order = [places.get(number) for number in range(len(leaves))]
-        shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
+
+        def shape(leaf):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
+
         self.results = jax.tree.unflatten(jax.tree.structure(tree), map(shape, leaves))
         return [leaves[number] for number in places]
 
@@ -261,7 +270,9 @@ class Tapped:
     """A program with a probe, compiled once for all loss scales."""
 
     def __init__(self, program: LossProgram, probe: Probe, operate: Operate = bind) -> None:
-        parameter = lambda name: name if name.split("/")[0] in program.parameters else ""
+        def parameter(name):
+            return name if name.split("/")[0] in program.parameters else ""
+
         scales = set(program.loss_scales)
         inputs = [Value(None, name, None, parameter(name), name in scales) for name in program.names]
         self._program, self._description = program, Description(program.jaxpr, inputs)
