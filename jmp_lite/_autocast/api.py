@@ -14,7 +14,8 @@ from .._float8.action import warn_without_float8
 from .._jaxpr import arguments
 from .._jaxpr.arguments import Arguments
 from .._jaxpr.precision import only_own_precisions
-from .._jaxpr.read import AUTOCAST_SCOPE, Array
+from .._jaxpr.read import Array
+from .._jaxpr.scopes import AUTOCAST_SCOPE
 from .._paths import shown
 from .calls import HANDLERS
 from .interpreter import Interpreter

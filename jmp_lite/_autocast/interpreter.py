@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -18,10 +19,23 @@ from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of,
 from .._jaxpr.calls import Body, Outputs, remat_from_half
 from .._jaxpr.picks import bind_pick
 from .._jaxpr.products import product_with_half_gradients, product_with_wide_gradients, wide_product
-from .._jaxpr.read import Array, Equation, Var, constants, context_of, equations, open_jaxpr
+from .._jaxpr.read import Array, Equation, Var, constants, equations, open_jaxpr
 from .._jaxpr.replay import replay
+from .._jaxpr.scopes import context_of, reason_scope
 from .planner import Planner
-from .planning.plan import Call, Inside, Move, Plan, Product, Recompute, Run, Skip, Take, WeightGradient
+from .planning.plan import (
+    Call,
+    Decision,
+    Inside,
+    Move,
+    Plan,
+    Product,
+    Recompute,
+    Run,
+    Skip,
+    Take,
+    WeightGradient,
+)
 from .planning.states import State
 from .regions import broadcast_to_half, run_region
 from .value import Value
@@ -112,7 +126,8 @@ class Interpreter:
             return values
 
         def action(index: int, equation: Equation, read: Callable[[Var], Value]) -> Sequence[Value]:
-            results = self._run_equation(equation, plan.decisions[index].action, read)
+            with _reason_of(plan.decisions[index]):
+                results = self._run_equation(equation, plan.decisions[index].action, read)
             return start_paths(equation.outvars, results) if starts else results
 
         start_paths(open_jaxpr(plan.jaxpr).invars, arguments)
@@ -276,6 +291,14 @@ class Interpreter:
         if not constants:
             self._bodies[key] = body
         return body
+
+
+def _reason_of(decision: Decision) -> contextlib.AbstractContextManager[Any]:
+    """Returns a scope that tells a report of the step around autocast why matmuls are in float32."""
+    if decision.why_float32 is None:
+        return contextlib.nullcontext()
+    why, reason = decision.why_float32
+    return jax.named_scope(reason_scope(why.name.lower(), reason))
 
 
 def _read_by_region(action: Any) -> Sequence[Var]:

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from .._jaxpr.read import FULL_PRECISION_SCOPE
+from .._jaxpr.scopes import FULL_PRECISION_SCOPE
 from .._paths import shown
 from .._tree import KEEP_FLOAT32_NAME
 

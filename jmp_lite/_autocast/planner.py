@@ -22,7 +22,8 @@ from .._jaxpr.bind import is_reverse_only
 from .._jaxpr.inner import Inner, Role
 from .._jaxpr.precision import configured_precision
 from .._jaxpr.primitives import Category
-from .._jaxpr.read import AUTOCAST_SCOPE, Array, Jaxpr, Var, constants, is_float32, is_literal, open_jaxpr
+from .._jaxpr.read import Array, Jaxpr, Var, constants, is_float32, is_literal, open_jaxpr
+from .._jaxpr.scopes import AUTOCAST_SCOPE
 from .planning.decide import decide
 from .planning.demand import Analysis, DemandWalk, wanted_inside
 from .planning.op import Context, Op

@@ -11,7 +11,8 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from .._jaxpr.bind import INLINE, bar_cotangent, cast, recomputed, round_cotangent, widen
-from .._jaxpr.read import Array, Equation, Var, bind_params, context_of, is_float32, is_literal
+from .._jaxpr.read import Array, Equation, Var, bind_params, is_float32, is_literal
+from .._jaxpr.scopes import context_of
 from .planning.plan import Recompute
 from .planning.softmaxes import Barrier
 from .value import Value

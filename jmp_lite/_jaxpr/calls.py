@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec
 
 from .bind import bind, cast
 from .inner import inner_jaxprs
-from .read import Array, Equation, Jaxpr, constants, is_differentiated, open_jaxpr, without_constants
+from .read import Array, Equation, Jaxpr, constants, open_jaxpr, without_constants
+from .scopes import is_differentiated
 
 Side: TypeAlias = dict[Any, Array]
 """The side outputs of a body."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from .read import SOLVER_SCOPE, Equation, Jaxpr, open_jaxpr
+from .read import Equation, Jaxpr, open_jaxpr
+from .scopes import SOLVER_SCOPE
 
 
 class Role(enum.Enum):

@@ -224,7 +224,7 @@ def test_the_page_of_a_model_of_64_million_parameters_is_small_and_asks_no_serve
     left = [float(share) for *_, share in rows]
     assert left == sorted(left, reverse=True)
     # Equal layers are one row, and a row leads to the line that costs most.
-    assert any(re.search(r"_0/.* … .*_\d+/.*, 12 alike", name) for _, name, _ in rows)
+    assert any(re.search(r"_0 … \w+_\d+/.*, 12 alike", name) for _, name, _ in rows)
     assert all(f'<a id="{anchor}"></a>' in page for anchor, *_ in rows)
 
 
@@ -261,3 +261,30 @@ def test_two_lines_around_each_line_are_shown_and_twenty_kinds_of_operations():
         (o.name, *o.inputs, *o.outputs) for o in jmp.explain(jmp.autocast(loss, "float16"))(W, X).operations
     }
     assert int(count) == len(kinds) - 20
+
+
+def test_the_first_sentence_says_how_many_matmuls_are_not_in_half_and_why():
+    def fun(w, x):
+        with jax.named_scope("head"):
+            a = x @ w
+        b = jmp.full_precision(jnp.matmul)(x, w) @ w
+        return a, b
+
+    page = page_of(fun, W, X, dtype="float16", rules={"head": "float32"})
+    assert "<div>2 of 3 matmuls are not in half precision: 1 (the rule for &#x27;head&#x27;), 1 (" in page
+    page = page_of(fun, W, X, dtype="float16", rules={"head": "float32"}, deny=["dot_general"])
+    assert "1 of 1" not in page
+    assert "<div>All 1 matmuls run in half precision.</div>" in page_of(jnp.dot, W, X.T, dtype="float16")
+
+
+def test_equal_layers_are_one_row_and_a_matmul_in_float32_is_red():
+    def fun(w, x):
+        for number in range(3):
+            with jax.named_scope(f"layer_{number}/attn"):
+                x = jnp.einsum("bi,io->bo", x, w)
+        return jmp.full_precision(jnp.matmul)(x, w)
+
+    page = page_of(fun, W, X, dtype="float16")
+    assert ">layer_0 … layer_2/attn, 3 alike</a>" in page
+    assert "io-&gt;bo" not in page.split("<table>")[1].split("</table>")[0]
+    assert "<span class='chip left'>f32 <small>option</small></span>" in page

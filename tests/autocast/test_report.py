@@ -286,3 +286,42 @@ def test_the_lines_of_a_report_break_between_words():
     assert len(why) == 2
     assert max(map(len, why)) <= 90
     assert " ".join("".join(f"{line} " for line in why).split()) in " ".join(str(report).split())
+
+
+@pytest.mark.parametrize("checkpoint", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_a_report_of_a_step_has_the_reasons_of_the_autocast_inside(checkpoint):
+    @checkpoint
+    def layer(w, x):
+        with jax.named_scope("head"):
+            return jnp.tanh(x @ w)
+
+    def loss(w, x):
+        return jnp.sum(layer(w, layer(w, x) @ w) @ w)
+
+    def step(w, x):
+        return jax.grad(jmp.autocast(loss, "bfloat16", rules={"head": "float32"}))(w, x)
+
+    w, x = jnp.ones((32, 32)), jnp.ones((64, 32))
+    for dtype in ("float32", "bfloat16"):
+        report = jmp.explain(step, dtype)(w, x)
+        matmuls = [each for each in report.operations if each.is_product or each.name == "dot_general"]
+        kept = [each for each in matmuls if not each.in_half]
+        assert {(each.why, each.reason) for each in kept} == {("rule", "the rule for 'head'")}
+        assert {each.backward for each in kept} == {True, False}
+        assert len(kept) < len(matmuls)
+
+
+def test_the_gradient_of_a_weight_has_the_module_of_its_layer():
+    def loss(params, x):
+        for layer in params["layers"]:
+            scores = jax.nn.softmax((x @ layer["q"]["kernel"]) @ (x @ layer["k"]["kernel"]).T)
+            x = jnp.tanh(scores @ x @ layer["out"]["kernel"])
+        return jnp.mean(jnp.tanh(x @ params["head"]["kernel"]) ** 2)
+
+    weights = {name: {"kernel": jnp.ones((16, 16))} for name in ("q", "k", "out")}
+    params = {"layers": [weights, weights], "head": {"kernel": jnp.ones((16, 16))}}
+    report = jmp.explain(jmp.autocast(jax.grad(loss), "bfloat16"))(params, jnp.ones((32, 16)))
+    found = [each.module for each in report.operations if each.is_product and each.backward]
+    # Of the first layer q and k take an array that has no gradient, which tells nothing.
+    known = {"head": 2, "layers/0/out": 2, "layers/1/q": 2, "layers/1/k": 2, "layers/1/out": 2}
+    assert {name: found.count(f"params/{name}") for name in known} == known

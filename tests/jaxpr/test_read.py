@@ -18,7 +18,7 @@ from jax.interpreters import batching
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
-from jmp_lite._jaxpr import read
+from jmp_lite._jaxpr import lines, read, scopes
 from jmp_lite._jaxpr.inner import Role, inner_jaxprs, with_inner_jaxprs
 from jmp_lite._jaxpr.precision import configured_precision, only_own_precisions
 from jmp_lite._jaxpr.primitives import PRIMITIVES, Category
@@ -240,15 +240,15 @@ def test_an_equation_carries_its_names_line_and_context():
 
     equation = find("sin", fun, X)
     assert str(equation.source_info.name_stack) == "outer/inner"
-    assert read.scope_of(equation) == "outer/inner"
-    assert read.scope_of(equation, "around") == "around/outer/inner"
-    assert "test_read.py" in read.source_line(equation)
+    assert scopes.scope_of(equation) == "outer/inner"
+    assert scopes.scope_of(equation, "around") == "around/outer/inner"
+    assert "test_read.py" in lines.source_line(equation)
     assert isinstance(equation.ctx.manager, contextlib.AbstractContextManager)
     stack = source_info_util.current_name_stack() + equation.source_info.name_stack
     assert str(stack) == "outer/inner"
-    with read.context_of(equation):
+    with scopes.context_of(equation):
         assert str(source_info_util.current_name_stack()) == "outer/inner"
-    with jax.named_scope("before"), read.context_of(equation):
+    with jax.named_scope("before"), scopes.context_of(equation):
         again = find("cos", lambda x: jnp.cos(x), X)
         assert str(source_info_util.current_name_stack()) == "before/outer/inner"
     assert again is not None
@@ -264,13 +264,13 @@ def test_names_that_transforms_add_are_removed(transform):
 
     args = (X,) if transform is not jax.linearize else ()
     transformed = transform(fun) if args else lambda x: jax.linearize(fun, x)[1](x)
-    scopes = {
-        read.scope_of(e)
+    found = {
+        scopes.scope_of(e)
         for e in equations(jax.make_jaxpr(transformed)(X))
         if e.primitive.name in ("sin", "cos", "mul") and str(e.source_info.name_stack)
     }
-    assert scopes
-    assert scopes <= {"scope/sub", "checkpoint/scope/sub", "rematted_computation/scope/sub", ""}
+    assert found
+    assert found <= {"scope/sub", "checkpoint/scope/sub", "rematted_computation/scope/sub", ""}
 
 
 # The fields that JAX does not document: see the docstring of `read`.
@@ -305,11 +305,11 @@ def test_a_name_stack_says_what_grad_made_and_what_it_computes_again():
         named.setdefault(equation.primitive.name, equation)
     stacks = {name: str(equation.source_info.name_stack) for name, equation in named.items()}
     assert "rematted_computation" in stacks["cos"]
-    assert read.is_recomputed(named["cos"])
+    assert scopes.is_recomputed(named["cos"])
     assert "transpose(" in str(again.source_info.name_stack) + stacks["mul"]
-    assert read.is_transposed(again) or read.is_transposed(named["mul"])
-    assert not read.is_recomputed(find("sin", jnp.sin, X))
-    assert not read.is_transposed(find("sin", jnp.sin, X))
+    assert scopes.is_transposed(again) or scopes.is_transposed(named["mul"])
+    assert not scopes.is_recomputed(find("sin", jnp.sin, X))
+    assert not scopes.is_transposed(find("sin", jnp.sin, X))
     linear = find("cos", jax.grad(lambda x: jnp.sum(jnp.sin(x))), X)
     assert "jvp(" in str(linear.source_info.name_stack)
 
@@ -434,24 +434,24 @@ def test_a_mark_reaches_the_equations_of_the_derivative_and_is_no_scope():
             return jnp.sum(jax.checkpoint(lambda x: jnp.sin(x @ W))(x))
 
     closed = jax.make_jaxpr(loss)(X)
-    with_marks = read.with_equations(closed, [read.flagged(e, {2, 0}) for e in read.equations(closed)])
+    with_marks = read.with_equations(closed, [scopes.flagged(e, {2, 0}) for e in read.equations(closed)])
     assert read.constants(with_marks) == read.constants(closed)
     grad = jax.make_jaxpr(jax.grad(lambda x: jax.extend.core.jaxpr_as_fun(with_marks)(x)[0]))(X)
     (remat,) = (e for e in read.equations(grad) if e.primitive.name == "remat2")
-    assert read.flags_of(remat) == {0, 2}
+    assert scopes.flags_of(remat) == {0, 2}
     assert "flags" in str(remat.source_info.name_stack)
-    assert "flags" not in read.scope_of(remat)
-    assert all(read.flags_of(e) is None for e in read.equations(closed))
+    assert "flags" not in scopes.scope_of(remat)
+    assert all(scopes.flags_of(e) is None for e in read.equations(closed))
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_takes_other_jaxprs_in_place_of_its_own(name):
     equation = call(name)
-    double = lambda jaxpr: read.with_equations(jaxpr, [read.flagged(e, {1}) for e in read.equations(jaxpr)])
+    double = lambda jaxpr: read.with_equations(jaxpr, [scopes.flagged(e, {1}) for e in read.equations(jaxpr)])
     changed = with_inner_jaxprs(equation, [double(inner.jaxpr) for inner in inner_jaxprs(equation)])
     for inner, before in zip(inner_jaxprs(changed), inner_jaxprs(equation), strict=True):
         assert (inner.operands, inner.roles, inner.results) == (before.operands, before.roles, before.results)
-        assert all(read.flags_of(e) == {1} for e in read.equations(inner.jaxpr))
+        assert all(scopes.flags_of(e) == {1} for e in read.equations(inner.jaxpr))
 
 
 def test_only_a_mutable_array_has_an_inner_aval():

@@ -7,8 +7,8 @@ order in which to read the files:
 - What a jaxpr is: `op` (an operation, read once), `softmaxes` (operations that run as one function), `loops`
   and `dependence` (what computes a weight's gradient, and by what a loop decides).
 - What is known of values: `states`, then `ruling` (what the options ask of each operation), `wanted`,
-  `regions` (other operations that run as one function, if their result is wanted in half) and `demand` (which
-  values are wanted in half).
+  `regions` (other operations that run as one function, if their result is wanted in half), `operands` (how an
+  operation wants its operands) and `demand` (which values are wanted in half).
 - What is decided: `plan` (the parts of a plan, plain data), `elementwise`, `products` and `decide` (one
   operation).
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..._jaxpr import read
+from ..._jaxpr import read, scopes
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Jaxpr, Var
@@ -136,7 +136,7 @@ class DemandWalk:
 
     def context(self, op: Op, inner: Inner, analysis: Analysis) -> Context:
         around = analysis.context
-        scope = read.call_scope(around.scope_of(op), op.equation)
+        scope = scopes.call_scope(around.scope_of(op), op.equation)
         scope = self._scopes.cache_key(f"{scope}/{inner.scope}" if inner.scope else scope)
         # Flags for the results of the call become flags for the outputs of its jaxprs.
         backward, index = around.is_backward(op), op.inner.index(inner)
@@ -162,7 +162,7 @@ class DemandWalk:
             decides=decides if any(decides) else (),
             held=held if Held.CARRY in held or any(decides) else (),
             tangents=self._tangents.inputs(op, analysis.tangents)[index] if analysis.tangents else (),
-            of_gradient=around.of_gradient or read.is_of_gradient(op.equation),
+            of_gradient=around.of_gradient or scopes.is_of_gradient(op.equation),
         )
 
     def _tells_gradients(self, inside: Jaxpr) -> bool:

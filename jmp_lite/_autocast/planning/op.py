@@ -17,12 +17,10 @@ from ..._jaxpr.read import (
     holds_complex,
     is_float32,
     is_literal,
-    is_recomputed,
     is_reference,
-    is_transposed,
     name_of,
-    scope_of,
 )
+from ..._jaxpr.scopes import is_recomputed, is_transposed, scope_of
 from ..._paths import join
 from .rules import Rules
 

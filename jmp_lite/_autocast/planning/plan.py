@@ -173,6 +173,24 @@ class Decision:
     def in_fp8(self) -> bool:
         return isinstance(self.action, Float8)
 
+    @functools.cached_property
+    def why_float32(self) -> tuple[Why, str] | None:
+        """Why a matmul, or all of those in an unchanged call, stay float32 for the user or for a loop."""
+        if self.category is Category.CALL:
+            if self.changed:  # Each operation inside says so itself.
+                return None
+            inside = [each for plan in self.inner for each in plan.decisions if each.is_of_matmuls]
+            reasons = {each.why_float32 for each in inside}
+            return reasons.pop() if len(reasons) == 1 else None
+        is_kept = self.op.traits.category is Category.ALLOW and not self.takes_half
+        return (self.why, self.reason) if is_kept and self.why not in (Why.OTHER, Why.NO_LIST) else None
+
+    @property
+    def is_of_matmuls(self) -> bool:
+        """Whether it is of a matmul, or of a call that runs some."""
+        inside = (each for plan in self.inner for each in plan.decisions)
+        return self.op.traits.category is Category.ALLOW or any(each.is_of_matmuls for each in inside)
+
     @property
     def gives_half(self) -> bool:
         return any(state.is_half for state in self.results)

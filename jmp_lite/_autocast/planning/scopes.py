@@ -4,7 +4,7 @@ import difflib
 
 import jax.numpy as jnp
 
-from ..._jaxpr.read import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE
+from ..._jaxpr.scopes import AUTOCAST_SCOPE, FULL_PRECISION_SCOPE, SOLVER_SCOPE, reason_of_scope
 from ..._paths import matches
 from .rules import Rules
 
@@ -18,7 +18,7 @@ INSIDE_FULL_PRECISION = "inside full_precision"
 # where every transform of JAX keeps it (https://github.com/jax-ml/jax/pull/8395): so it holds in a backward
 # pass and in a loop too, where a Python context would be over.
 _OWN_SCOPES = {
-    AUTOCAST_SCOPE: "another autocast has decided",
+    AUTOCAST_SCOPE: "the autocast inside has decided",
     FULL_PRECISION_SCOPE: INSIDE_FULL_PRECISION,
     SOLVER_SCOPE: "inside a linear solver: rounding would slow it down, or stop it too early",
 }
@@ -63,7 +63,7 @@ class Scopes:
     def _why_as_traced(self, path: str) -> str:
         for scope, reason in _OWN_SCOPES.items():
             if scope in path:
-                return reason
+                return reason_of_scope(path)[1] or reason
         if self._rules.dtype == jnp.float32:
             return "the dtype is float32"
         rule = self.rule_for(path) if path else None

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from ..._jaxpr.primitives import traits_of
-from ..._jaxpr.read import Equation, Var, equations, is_float32, is_of_gradient, name_of, open_jaxpr
+from ..._jaxpr.read import Equation, Var, equations, is_float32, name_of, open_jaxpr
+from ..._jaxpr.scopes import is_of_gradient
 from ..._jaxpr.softmax import softmax_input
 from .op import Op, Readers
 

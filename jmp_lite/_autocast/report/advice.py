@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..._dtypes import HALF_DTYPES
-from ..._jaxpr import read
+from ..._jaxpr import lines, read
 from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Equation, Jaxpr, Var
@@ -71,7 +71,7 @@ def _follow_call(
     entering = [_origin_of_operand(equation.invars[index], origins) for index in inner.operands]
     known = {var: origin for var, origin in zip(inside.invars, entering) if origin is not None}
     # The operations of a jitted function of JAX's, such as `jnp.where`, have no line of the user's.
-    _follow(inside, known, reasons, equation if read.users_line(equation) else call)
+    _follow(inside, known, reasons, equation if lines.users_line(equation) else call)
     for var, index in zip(inside.outvars, inner.results):
         if index is not None and (origin := _origin_of_operand(var, known)):
             origins[equation.outvars[index]] = origin
@@ -108,7 +108,7 @@ def _origin_of_result(equation: Equation, taken: Sequence[_Origin], call: Equati
 
 def _line(equation: Equation, call: Equation | None) -> str:
     """Returns the source line of an equation, or of the call around it, with its code if it can be read."""
-    line = read.users_line(equation) or (read.users_line(call) if call is not None else "")
+    line = lines.users_line(equation) or (lines.users_line(call) if call is not None else "")
     match = re.match(r"(.*?):(\d+)", line)
     code = linecache.getline(match[1], int(match[2])).strip() if match else ""
     return f"{line}: {code}" if code else line

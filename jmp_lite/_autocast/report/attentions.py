@@ -8,7 +8,8 @@ from typing import Any
 from ..._attention.facts import Facts
 from ..._attention.find import DIFFERENTIATED, Attention, find_attentions, may_hold_attention
 from ..._attention.run import why_not_fused
-from ..._jaxpr.read import FUSED_SCOPE, is_of_gradient, is_transposed, scope_of, source_line
+from ..._jaxpr.lines import source_line
+from ..._jaxpr.scopes import FUSED_SCOPE, is_of_gradient, is_transposed, scope_of
 from ..._paths import visible_scope
 from .operations import known
 

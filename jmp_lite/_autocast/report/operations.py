@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ..._float8.action import Float8
-from ..._jaxpr import read
+from ..._jaxpr import lines, read, scopes
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Equation, Jaxpr, Var
@@ -21,6 +21,7 @@ from ..planning.plan import Decision, Plan
 from ..planning.ruling import Why
 from ..planning.states import State
 from .advice import advise_shapes
+from .gradients import forward_products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,8 @@ class AutocastOperation:
         operands: dtype and shape of each operand.
         results: dtype and shape of each result.
         scope: the named scopes, Flax modules and jitted functions around it, joined by slashes.
-        arguments: the paths of the arguments that it takes, as they are or cast, reshaped, looked up.
+        arguments: the paths of the arguments that it takes, as they are or cast, reshaped, looked up. The
+            gradients of a matmul have those of the matmul.
         source: the line that made it, as `file.py:12:4 (function)`.
         caller: the line of the program from which a package made it; empty if `source` is in no package.
         backward: whether the backward pass runs it, which also runs what `jax.checkpoint` computes again.
@@ -116,13 +118,13 @@ class Around:
     def inside(self, op: Op) -> "Around":
         """Returns what is known of an operation, or of what it runs."""
         source, backward = (
-            read.source_line(op.equation),
+            lines.source_line(op.equation),
             self.backward or op.is_transposed or op.is_recomputed,
         )
         # The operations of JAX's own functions, such as `jnp.where`, have the line that calls the function.
         if not source:
             return dataclasses.replace(self, backward=backward)
-        return Around(source, read.calling_line(op.equation), backward)
+        return Around(source, lines.calling_line(op.equation), backward)
 
 
 def operations_of(
@@ -152,17 +154,22 @@ def operations_of(
     states = plan.states
     paths = dict(zip(inside.invars, origins, strict=True))
     live = None if outputs is None else _live(inside, outputs)
-    for decision in plan.decisions:
+    forward = forward_products([decision.op for decision in plan.decisions])
+    arguments: list[tuple[str, ...]] = []  # Those of each operation.
+    for index, decision in enumerate(plan.decisions):
         op, equation = decision.op, decision.op.equation
         path = join(scope, op.scope) if op.scope else scope
         taken = ["" if read.is_literal(var) else paths.get(var, "") for var in equation.invars]
+        # The gradient of a weight takes no argument, and belongs to the layer whose gradient it is.
+        of_forward = arguments[forward[index]] if index in forward else ()
+        arguments.append(of_forward or tuple(dict.fromkeys(filter(None, taken))))
         if live is not None and id(equation) not in live:
             pass  # The paths of its results below may still be asked for.
         elif decision.category is Category.CALL:
             yield from _operations_of_call(
                 decision,
                 half,
-                read.call_scope(path, equation),
+                scopes.call_scope(path, equation),
                 times,
                 taken,
                 promotions,
@@ -170,9 +177,8 @@ def operations_of(
                 around,
             )
         elif has_floating(equation):
-            arguments = tuple(dict.fromkeys(filter(None, taken)))
             reason = promotions.get(id(equation), decision.reason)
-            yield _operation(decision, reason, states, half, visible_scope(path), arguments, times, around)
+            yield _operation(decision, reason, states, half, path, arguments[-1], times, around)
         # An argument that is cast, reshaped or looked up is still that argument to its reader.
         if decision.category is Category.MOVE or op.is_cast:
             paths[equation.outvars[0]] = taken[0]
@@ -243,17 +249,21 @@ def _operation(
     is_product = traits_of(equation.primitive.name).category is Category.ALLOW
     here = around.inside(decision.op)
     # A user's list is an option too, and its ruling has no kind of its own.
-    why = Why.OPTION if decision.op.is_listed and decision.why is Why.OTHER else decision.why
+    kind = Why.OPTION if decision.op.is_listed and decision.why is Why.OTHER else decision.why
+    why = kind.name.lower()
+    # What an autocast inside of the function has left in float32 has its reason in its scope.
+    if is_product and not in_half and all(inside := scopes.reason_of_scope(scope)):
+        why, reason = inside
     return AutocastOperation(
         name=equation.primitive.name,
         category=decision.category.value,
         reason=f"{reason}; bfloat16, not fp8: {decision.not_fp8}" if decision.not_fp8 else reason,
-        why=why.name.lower(),
+        why=why,
         operands=tuple(map(_typed, equation.invars, taken, formats or [half] * len(taken))),
         results=tuple(
             _typed(var, each.is_half, half) for var, each in zip(equation.outvars, decision.results)
         ),
-        scope=scope,
+        scope=visible_scope(scope),
         arguments=arguments,
         source=here.source,
         times=times,

@@ -17,12 +17,13 @@ Operations = Sequence[AutocastOperation]
 Marks = Sequence[tuple[str, str]]
 """What a diagnosis says of lines: the place of each, as `file.py:12:4 (function)`, and a sentence."""
 _AROUND, _MOST = 2, 20  # Lines of source around a line with operations; rows of a table.
-# The page is one file that loads nothing. Three classes carry the colours: half, f32 and fp8.
+# The page is one file that loads nothing. Four classes carry the colours: half, f32, fp8, and left for the
+# matmuls in float32.
 _STYLE = """:root{color-scheme:light dark;--bg:#fff;--fg:#1f2328;--soft:#59636e;--edge:#d8dee4;--half:#0f6b52;
---f32:#954800;--fp8:#6d3391;--bad:#b3261e;--on-half:#dff3ec;--on-f32:#ffedd8;--on-fp8:#f0e4f9}
+--f32:#954800;--fp8:#6d3391;--bad:#b3261e;--on-half:#dff3ec;--on-bad:#fbdcd8;--on-f32:#ffedd8;--on-fp8:#f0e4f9}
 body{margin:0;background:var(--bg);color:var(--fg);font:14px/1.5 system-ui,sans-serif;
 padding:16px max(16px,calc(50% - 550px))}@media screen and (prefers-color-scheme:dark){:root{--bg:#0d1117;
---fg:#e6edf3;--soft:#9198a1;--edge:#30363d;--half:#4cc9a4;--f32:#f0a35e;--fp8:#c596f0;--bad:#ff8a80;--on-half:#10312a;
+--fg:#e6edf3;--soft:#9198a1;--edge:#30363d;--half:#4cc9a4;--f32:#f0a35e;--fp8:#c596f0;--bad:#ff8a80;--on-half:#10312a;--on-bad:#4a1915;
 --on-f32:#3a2710;--on-fp8:#2c1d3d}}*{box-sizing:border-box}h1{font-size:20px;margin:0}.soft{color:var(--soft)}
 summary{cursor:pointer}.bar{display:flex;height:10px;border-radius:5px;overflow:hidden;background:var(--edge);
 margin:10px 0 6px}.bar .half{background:var(--half)}.bar .f32{background:var(--f32)}
@@ -36,7 +37,7 @@ padding:0 6px;font:12.5px/1.7 ui-monospace,monospace;white-space:pre;list-style:
 summary .no::before{content:"▸ "}[open]>summary .no::before{content:"▾ "}
 .chip{border-radius:4px;padding:0 6px;overflow:hidden}.chip small{font-size:11px}
 .move,.head{color:var(--soft)}.half.chip{color:var(--half);background:var(--on-half)}
-.f32.chip{color:var(--f32);background:var(--on-f32)}.fp8.chip{color:var(--fp8);background:var(--on-fp8)}
+.f32.chip{color:var(--f32);background:var(--on-f32)}.fp8.chip{color:var(--fp8);background:var(--on-fp8)}.left.chip{color:var(--bad);background:var(--on-bad)}
 .why{color:var(--f32);font-style:italic}.mixed.chip{background:var(--edge)}
 .mark{position:sticky;left:0;max-width:min(1060px,calc(100vw - 34px));margin:2px 0 2px 3.6em;padding:1px 8px;
 border-left:3px solid var(--bad);color:var(--bad);white-space:pre-wrap;overflow-wrap:anywhere}
@@ -61,13 +62,28 @@ def page_of(operations: Operations, title: str, summary: str, text: str, marks: 
     marked = _by_line(dict.fromkeys(marks))
     total = _flops(operations) or 1  # A program without matmuls may have no FLOPs.
     shares = {file: sum(map(_flops, files[file].values())) / total for file in {**files, **marked}}
-    parts = [f"<h1>{escape(title)}</h1><div class=soft>{escape(summary)}</div>"]
+    parts = [f"<h1>{escape(title)}</h1><div>{escape(_in_short(operations))}</div>"]
+    parts += [f"<div class=soft>{escape(summary)}</div>"]
     parts += [*_bar(operations, total), *_modules(operations, total)] if operations else []
     # Files with marks first, then by their share; what has no source last.
     for file in sorted(shares, key=lambda file: (file == "", file not in marked, -shares[file])):
         parts += _file(file, files[file], marked[file], shares[file], total)
     parts.append(f"<details><summary>As text</summary><pre>{escape(text)}</pre></details>")
     return f"{_HEAD}<title>{escape(title)}</title><style>{_STYLE}</style><body>{''.join(parts)}"
+
+
+def _in_short(operations: Operations) -> str:
+    """Returns how many matmuls are in half precision, and the most frequent reasons of the others."""
+    matmuls = [operation for operation in operations if operation.is_product]
+    reasons = collections.Counter(each.reason for each in matmuls if not each.in_half)
+    if not reasons:
+        return f"All {len(matmuls):,} matmuls run in half precision." if matmuls else ""
+    few = f"{reasons.total():,} of {len(matmuls):,} matmuls are not in half precision"
+    if len(reasons) == 1:
+        return f"{few}: {next(iter(reasons))}."
+    told = [f"{count:,} ({reason})" for reason, count in reasons.most_common(3)]
+    others = reasons.total() - sum(count for _, count in reasons.most_common(3))
+    return f"{few}: {', '.join(told)}{f', {others:,} for other reasons' if others else ''}."
 
 
 def _by_line(placed: Iterable[tuple[str, T]]) -> dict[str, dict[str, list[T]]]:
@@ -125,12 +141,18 @@ def _modules(operations: Operations, total: int) -> Iterator[str]:
         cells += f"<td>{sum(each.in_half for each in own):,} of {len(own):,}"
         rows[_alike(name), cells].append(name)
     for (_, cells), names in [*rows.items()][:_MOST]:
-        label = f"{names[0]} … {names[-1]}, {len(names)} alike" if len(names) > 1 else names[0] or "/"
+        label = f"{_in_one(names)}, {len(names)} alike" if len(names) > 1 else names[0] or "/"
         costly = max(large[names[0]], key=lambda each: each.flops)
         anchor = escape(":".join(_place(costly.caller or costly.source)), quote=True)
         yield f'<tr><td><a href="#{anchor}">{escape(label)}</a>{cells}'
     yield f"<tr><td>and {len(rows) - _MOST} more" if len(rows) > _MOST else ""
     yield "</table></div>"
+
+
+def _in_one(names: Sequence[str]) -> str:
+    """Returns several names of equal depth as one, such as `decoder/h_0 … h_22/attn`."""
+    parts = zip(*(name.split("/") for name in names), strict=True)
+    return "/".join(part[0] if len({*part}) == 1 else f"{part[0]} … {part[-1]}" for part in parts)
 
 
 def _alike(name: str) -> str:
@@ -146,7 +168,9 @@ def _large_modules(operations: Operations, total: int) -> Mapping[str, Operation
     while depth > 2 and not 0 < len({*map(_alike, large)}) <= _MOST:
         depth, modules = depth - 1, collections.defaultdict[str, list[AutocastOperation]](list)
         for each in operations:
-            modules["/".join(each.module.split("/")[:depth])].append(each)
+            # `jnp.einsum` names a scope by its equation.
+            names = [name for name in each.module.split("/") if "->" not in name]
+            modules["/".join(names[:depth])].append(each)
         large = {name: own for name, own in modules.items() if _flops(own) >= total / 2000}
     return large
 
@@ -234,4 +258,5 @@ def _chip(operations: Operations) -> str:
     first = max(shown, key=lambda each: (each.why != "other", each.category == "deny", each.flops))
     by = first.category if first.why == "other" else first.why.replace("keep_float32", "kept")
     ((kind, dtype),) = kinds
+    kind = "left" if kind == "f32" and first.is_product else kind  # What Tensor Cores could run.
     return f"<span class='chip {kind}'>{dtype} <small>{by}</small></span>"

@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
-from jmp_lite._jaxpr.read import equations, flagged, with_equations
+from jmp_lite._jaxpr.read import equations, with_equations
+from jmp_lite._jaxpr.scopes import flagged
 from jmp_lite.diagnostics._values.reference import Reference, is_narrow
 from jmp_lite.diagnostics._values.trace import EVERY_CAST
 from tests.jaxpr.test_read import CALLS

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from ...._jaxpr.primitives import Category
-from ...._jaxpr.read import Var, is_differentiated, is_literal, open_jaxpr
+from ...._jaxpr.read import Var, is_literal, open_jaxpr
+from ...._jaxpr.scopes import is_differentiated
 from ..op import Op
 from ..plan import Call, Decision, Plan, Skip, Take
 from ..rules import Rules

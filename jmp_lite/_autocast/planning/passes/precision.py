@@ -7,7 +7,8 @@ import dataclasses
 
 from ...._jaxpr.precision import params_with_precision
 from ...._jaxpr.primitives import Category
-from ...._jaxpr.read import AUTOCAST_SCOPE, is_float32
+from ...._jaxpr.read import is_float32
+from ...._jaxpr.scopes import AUTOCAST_SCOPE
 from ..op import Op
 from ..plan import Decision, Plan, Product, Run
 from ..rules import Rules

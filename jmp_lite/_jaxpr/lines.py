@@ -1,0 +1,74 @@
+"""Reads the source lines of equations: those of the user's program, of packages, and of this library."""
+
+import inspect
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+
+from .primitives import Category, traits_of
+from .read import Equation
+
+_PACKAGES = ("site-packages", "dist-packages")
+_OURS, _JAX = (os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), inspect.getfile(jax)))
+
+
+def source_line(equation: Equation) -> str:
+    """Returns the line that made an equation, as `file.py:12 (function)`.
+
+    It may be one of ours, such as a cast of a policy.
+    """
+    # The matmuls under a policy are those of its layers.
+    is_product = traits_of(equation.primitive.name).category is Category.ALLOW
+    return users_line(equation) if is_product else source_info_util.summarize(equation.source_info)
+
+
+def users_line(equation: Equation) -> str:
+    """Returns the line of the user's program that made an equation, as `file.py:12 (function)`."""
+    line = source_info_util.summarize(equation.source_info)
+    if not line.startswith(_OURS):
+        return line
+    # A function of ours, such as a cast of a policy, that the user's program calls.
+    frames = iter(equation.source_info.traceback.frames)
+    while not next(frames).file_name.startswith(_OURS):
+        pass
+    return _first_line(frame for frame in frames if not frame.file_name.startswith((_OURS, _JAX))) or line
+
+
+def calling_line(equation: Equation) -> str:
+    """Returns the line outside of all packages that made an equation; empty if its own line is there."""
+    line = source_line(equation)
+    if not line.startswith(_OURS) and not any(name in line for name in _PACKAGES):
+        return ""
+    frames = equation.source_info.traceback.frames
+    return _first_line(frame for frame in frames if not _is_of_package(frame.file_name))
+
+
+def casting_line(equation: Equation) -> str:
+    """Returns the line that calls a function of ours, such as a cast of a policy, that made an equation.
+
+    Empty if no such function did, or if an adapter of ours called it for a model.
+    """
+    files = (frame.file_name for frame in equation.source_info.traceback.frames)
+    inner = list(itertools.takewhile(lambda file: file.startswith((_OURS, _JAX)), files))
+    is_ours = any(file.startswith(_OURS) for file in inner)
+    is_adapter = any(f"{os.sep}_flax{os.sep}" in file for file in inner)
+    return users_line(equation) if is_ours and not is_adapter else ""
+
+
+def users_stacklevel() -> int:
+    """Returns the `stacklevel` with which a warning of the caller names the line of the user's program."""
+    # `skip_file_prefixes` of `warnings.warn` needs Python 3.12.
+    files = [frame.filename for frame in inspect.stack(context=0)[1:]]
+    return next((number for number, file in enumerate(files, 1) if not _is_of_package(file)), 1)
+
+
+def _first_line(frames: Iterator[Any]) -> str:
+    return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in frames), "")
+
+
+def _is_of_package(file: str) -> bool:
+    return any(package in file for package in _PACKAGES) or file.startswith((_OURS, _JAX))
