@@ -26,6 +26,7 @@ from .._jaxpr.read import Array, Jaxpr, Var, constants, is_float32, is_literal, 
 from .._jaxpr.scopes import AUTOCAST_SCOPE
 from .planning.decide import decide
 from .planning.demand import Analysis, DemandWalk, wanted_inside
+from .planning.half_sums import HalfSums
 from .planning.op import Context, Op
 from .planning.passes.checkpoints import checkpoints
 from .planning.passes.pairs import pairs
@@ -33,7 +34,7 @@ from .planning.passes.precision import precision
 from .planning.passes.recompute import recompute
 from .planning.plan import Call, Decision, Inside, Plan, Run, Take, conversion
 from .planning.rules import Rules, first_match
-from .planning.ruling import Ruling, RulingWalk
+from .planning.ruling import Ruling, RulingWalk, kind_in_demand
 from .planning.scopes import Scopes
 from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, Source, State, entering, fits, leaving, merged
 from .planning.wanted import Wanted
@@ -117,9 +118,14 @@ class Planner:
             return self._firsts[key]
         known = dict(zip((*inside.constvars, *inside.invars), states, strict=True))
         analysis = self._demand_walk.read(jaxpr, context, known)
-        walk = RulingWalk(known, context, self.rules, self.scopes, analysis.decisive, analysis.streams)
+        walk = RulingWalk(context, self.rules, self.scopes, analysis.decisive)
+        half_sums = self._half_sums(context, analysis, known) if self.rules.half_sums else None
         for op in analysis.ops:
             ruling = walk.rule(op)
+            if half_sums is not None:
+                pattern = half_sums.pattern(op, ruling, context.scope_of(op))
+                ruling = dataclasses.replace(ruling, half_sum=pattern) if pattern else ruling
+                half_sums.note(op, ruling)
             analysis.rulings.append(ruling)
             operands = self._states(op.equation.invars, known)
             if ruling.category is Category.CALL:
@@ -132,6 +138,12 @@ class Planner:
         analysis.results = tuple(self._states(inside.outvars, known))
         self._firsts[key] = analysis
         return analysis
+
+    def _half_sums(self, context: Context, analysis: Analysis, known: Mapping[Var, State]) -> HalfSums:
+        def may_be_half(var: Var) -> bool:
+            return not is_literal(var) and kind_in_demand(known[var]) == Kind.ADAPTS
+
+        return HalfSums(self.rules, self.scopes, context, analysis.streams, may_be_half)
 
     def _first_inside(self, op: Op, inner: Inner, operands: Sequence[State], analysis: Analysis) -> Analysis:
         states = (*map(self.constant, constants(inner.jaxpr)), *_entering(op, inner, operands))

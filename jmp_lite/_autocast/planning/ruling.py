@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 
 import jax.numpy as jnp
 
@@ -57,73 +57,19 @@ class Ruling:
 
 
 class RulingWalk:
-    """Rules on the operations of an open jaxpr, in their order. `known` has the states of the variables."""
+    """Rules on the operations of an open jaxpr, but for `half_sums`, which is a question of its own."""
 
-    def __init__(
-        self,
-        known: Mapping[Var, State],
-        context: Context,
-        rules: Rules,
-        scopes: Scopes,
-        decisive: Set[Var],
-        streams: Set[Var],
-    ) -> None:
-        self._known, self._decisive, self._streams = known, decisive, streams
-        self._context, self._rules, self._scopes = context, rules, scopes
-        self._of_products: set[Var] = set()  # Results of products, and element-wise functions of them.
-        self._half_sums: set[Var] = set()
-        # For each variable, the arrays whose slices it is computed from by moves and element-wise operations.
-        self._sliced: dict[Var, frozenset[Var]] = {}
+    def __init__(self, context: Context, rules: Rules, scopes: Scopes, decisive: Set[Var]) -> None:
+        self._context, self._rules, self._scopes, self._decisive = context, rules, scopes, decisive
 
     def rule(self, op: Op) -> Ruling:
-        """Returns the ruling on the next operation."""
+        """Returns the ruling on an operation."""
         scope = self._context.scope_of(op)
         ruling = self._ruling(op, scope)
-        if self._rules.half_sums and self._continues_stream(op, ruling):
-            ruling = self._ruling_on_sum(ruling, scope)
         # A rule that gives half wins over the decision of a loop.
         if self._decisive and _decides(op, ruling, self._decisive) and not self._rules.gives_half(scope):
-            ruling = dataclasses.replace(ruling, reason=_DECIDES, why=Why.LOOP)
-        self._note(op, ruling)
+            return dataclasses.replace(ruling, reason=_DECIDES, why=Why.LOOP)
         return ruling
-
-    def _may_be_half(self, var: Var) -> bool:
-        return not read.is_literal(var) and kind_in_demand(self._known[var]) == Kind.ADAPTS
-
-    def _continues_stream(self, op: Op, ruling: Ruling) -> bool:
-        """Whether an operation is a sum of a residual stream: of a matmul's result, for later matmuls."""
-        # Other sums of two arrays, such as those of log-probabilities in a loss or those of an accumulator,
-        # may need float32.
-        if op.name != "add" or self._context.is_backward(op) or ruling.reason:
-            return False
-        if not op.is_residual_sum:
-            return self._adds_bias(op) and not self._streams.isdisjoint(op.equation.outvars)
-        # A sum may continue a stream that only a loss reads: casts by hand would round it too.
-        is_stream = not self._streams.isdisjoint(op.equation.outvars)
-        is_read = is_stream or not self._half_sums.isdisjoint(op.variables)
-        # `lax.associative_scan` computes a recursion by sums of the even and odd elements of one array.
-        is_of_slices = bool(frozenset.intersection(*map(self._slices, op.variables)))
-        return is_read and not is_of_slices and self._adds_product(op)
-
-    def _adds_product(self, op: Op) -> bool:
-        # What adapts may be a product's result that a call or a loop returns.
-        may_be_half = any(map(self._may_be_half, op.equation.invars))
-        return may_be_half or not self._of_products.isdisjoint(op.variables)
-
-    def _adds_bias(self, op: Op) -> bool:
-        """Whether an operation adds something smaller, such as a bias, to the result of a product."""
-        (out,) = op.equation.outvars
-        whole = [var for var in op.variables if var.aval.shape == out.aval.shape]
-        is_product = [self._may_be_half(var) and var in self._of_products for var in whole]
-        return is_product == [True] and read.is_float32(out)
-
-    def _ruling_on_sum(self, ruling: Ruling, scope: str) -> Ruling:
-        """Returns the ruling on a sum of a residual stream: it is in half if `half_sums` selects it."""
-        pattern = first_match(self._rules.half_sums, scope)
-        if not pattern:
-            return ruling
-        self._scopes.note_used("half_sums", pattern)
-        return dataclasses.replace(ruling, half_sum=pattern)
 
     def _ruling(self, op: Op, scope: str) -> Ruling:
         if op.category is Category.CALL:
@@ -168,25 +114,6 @@ class RulingWalk:
         is_gradient = op.name == "outer_product" and is_backward and rules.halves_products
         category = Category.ALLOW if is_gradient and not reason else op.category
         return Ruling(category, reason, rule=rule, is_first=is_first)
-
-    def _note(self, op: Op, ruling: Ruling) -> None:
-        """Notes what later rulings ask about the results of an operation."""
-        # A sum of `half_sums` may add what a reshape or a dropout makes of a product's result.
-        passes_on = ruling.category in _BY_OPERANDS and not self._of_products.isdisjoint(op.variables)
-        if passes_on or ruling.is_half_product:
-            self._of_products.update(op.equation.outvars)
-        if ruling.half_sum:
-            self._half_sums.update(op.equation.outvars)
-        if self._rules.half_sums and ruling.category in _BY_OPERANDS:
-            self._note_slices(op)
-
-    def _note_slices(self, op: Op) -> None:
-        slices = frozenset[Var]().union(*map(self._slices, op.variables))
-        slices |= {*op.variables} if op.name == "slice" else frozenset()
-        self._sliced.update(dict.fromkeys(op.equation.outvars, slices))
-
-    def _slices(self, var: Var) -> frozenset[Var]:
-        return self._sliced.get(var, frozenset())
 
 
 def kind_in_demand(state: State) -> Kind:
