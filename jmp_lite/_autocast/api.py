@@ -1,8 +1,9 @@
 """`autocast`, and the parts of a call that other rooms use."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -208,22 +209,28 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
         planner.scopes.check()
         if plan.in_fp8:
             warn_without_float8()
-        option = _option_without_forward_mode(settings, plan)
-        # JAX takes the derivative while the plan runs, so its errors about derivatives come out here.
-        try:
+        with _forward_mode_explained(_option_without_forward_mode(settings, plan)):
             return traced.outputs(run(planner, plan, traced.arrays))
-        except TypeError as error:  # JAX: "can't apply forward-mode differentiation (jvp) to a ..."
-            if "forward-mode" not in str(error) or not option:
-                raise
-            raise TypeError(
-                f"autocast with {option} has no forward-mode derivative: no jax.jvp, jax.jacfwd, or "
-                "jax.linearize. Use reverse mode (jax.grad, jax.jacrev), put autocast around the derivative, "
-                "as in autocast(jax.jacfwd(fun), ...), or leave the option out there."
-            ) from error
 
     # With the function itself: `functools.wraps` copies attributes, so a wrapper has one of another function.
     autocast_fun._autocast = (autocast_fun, fun, settings)  # type: ignore[attr-defined]
     return autocast_fun
+
+
+@contextlib.contextmanager
+def _forward_mode_explained(option: str) -> Iterator[None]:
+    """Replaces JAX's error for a forward-mode derivative by one that names the option which forbids it."""
+    # JAX takes the derivative while the plan runs, so its errors about derivatives come out here.
+    try:
+        yield
+    except TypeError as error:  # JAX: "can't apply forward-mode differentiation (jvp) to a ..."
+        if "forward-mode" not in str(error) or not option:
+            raise
+        raise TypeError(
+            f"autocast with {option} has no forward-mode derivative: no jax.jvp, jax.jacfwd, or "
+            "jax.linearize. Use reverse mode (jax.grad, jax.jacrev), put autocast around the derivative, "
+            "as in autocast(jax.jacfwd(fun), ...), or leave the option out there."
+        ) from error
 
 
 def _option_without_forward_mode(settings: Rules, plan: Plan) -> str:

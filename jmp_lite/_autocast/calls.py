@@ -4,17 +4,18 @@
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._jaxpr.calls import CALLS
+from .._jaxpr.calls import CALLS, Body
 from .._jaxpr.inner import Role, right_sides, with_repeated
 from .._jaxpr.primitives import traits_of
 from .._jaxpr.read import Array, Equation
 from .interpreter import Handler, Interpreter, pairs_entering
-from .planning.plan import Call, Take
+from .planning.plan import Call, Inside, Plan, Take
 from .traced_rule import TracedRule
 from .value import Value
 
@@ -27,39 +28,56 @@ def _inline(interpreter: Interpreter, equation: Equation, action: Call, operands
 
 def _call(interpreter: Interpreter, equation: Equation, action: Call, operands: list[Value]) -> list[Value]:
     """Builds an operation again around its jaxprs, which take the operands, and then the paths of pairs."""
-    arrays = [value.native for value in operands]
     paired = pairs_entering(action, operands)
-    bodies = []
-    for inside in action.inner:
-        fixed = []
-        for index, role, take in zip(inside.inner.operands, inside.inner.roles, inside.enter):
-            value, array = operands[index], interpreter.take(operands[index], take)
-            if role is Role.CONSTANT:
-                # Bodies close over it (`_jaxpr.calls`). If one uses it in half, it is cast once, before the
-                # loop, and its gradients of all iterations are summed in float32: its path is itself.
-                is_hoisted = take is Take.HOISTED
-                casts = interpreter.casts_for_loop(value, inside.plan) if is_hoisted else {}
-                fixed.append(Value(array, casts, value.number, array if is_hoisted else None))
-            else:
-                arrays[index] = array
-        # Indexes of operands and results become those of the body's inputs and outputs.
-        given = inside.inner.operands[len(fixed) :]
-        pairs_out = tuple(inside.inner.results.index(index) for index in action.paired)
-        bodies.append(
-            interpreter.body(inside, fixed, tuple(given.index(index) for index in paired), pairs_out)
-        )
+    bodies = [_body(interpreter, inside, action, operands, paired) for inside in action.inner]
+    arrays = _entering(interpreter, action, operands) + [operands[n].to(jnp.float32) for n in paired]
+    if action.kept:  # A `jax.checkpoint` that keeps operands in bfloat16 (`passes.checkpoints`).
+        run = interpreter.rematerialized(equation, bodies[0], action.kept)
+        return interpreter.with_paths(run(*arrays), action.paired)
     if action.recompute:
         # Nothing differentiates the body of a scan alone, so the barriers of prevent_cse are not needed:
         # https://docs.jax.dev/en/latest/_autosummary/jax.checkpoint.html, as in flax.linen.remat_scan.
         bodies = [jax.checkpoint(bodies[0], policy=_saved_by_loop, prevent_cse=False)]
-    arrays += [operands[index].to(jnp.float32) for index in paired]
-    if action.kept:  # A `jax.checkpoint` that keeps operands in bfloat16 (`passes.checkpoints`).
-        run = interpreter.rematerialized(equation, bodies[0], action.kept)
-        return interpreter.with_paths(run(*arrays), action.paired)
     # A path has the sharding and the specs of its half value.
     equation = with_repeated(equation, paired, action.paired)
     results, _ = CALLS[action.handler](equation, bodies, arrays)
     return interpreter.with_paths(results, action.paired)
+
+
+def _entering(interpreter: Interpreter, action: Call, operands: Sequence[Value]) -> list[Array]:
+    """Returns the arrays that enter a call. Its bodies close over the constants (`_jaxpr.calls`)."""
+    arrays = [value.native for value in operands]
+    for inside in action.inner:
+        for index, role, take in zip(inside.inner.operands, inside.inner.roles, inside.enter):
+            if role is not Role.CONSTANT:
+                arrays[index] = interpreter.take(operands[index], take)
+    return arrays
+
+
+def _body(
+    interpreter: Interpreter, inside: Inside, action: Call, operands: Sequence[Value], paired: Sequence[int]
+) -> Body:
+    """Returns one jaxpr of a call as a body. `paired` are the indexes of the operands that enter as pairs."""
+    # The constants come first. Indexes of operands and results become those of the body's inputs and outputs.
+    indexes, roles = inside.inner.operands, inside.inner.roles
+    fixed = [
+        _constant(interpreter, operands[index], take, inside.plan)
+        for index, role, take in zip(indexes, roles, inside.enter)
+        if role is Role.CONSTANT
+    ]
+    given = indexes[len(fixed) :]
+    pairs_out = tuple(inside.inner.results.index(index) for index in action.paired)
+    return interpreter.body(inside, fixed, tuple(given.index(index) for index in paired), pairs_out)
+
+
+def _constant(interpreter: Interpreter, value: Value, take: Take, plan: Plan) -> Value:
+    """Returns a constant of a loop for its body."""
+    array = interpreter.take(value, take)
+    if take is not Take.HOISTED:
+        return Value(array, {}, value.number)
+    # The body uses it in half. It is cast once, in front of the loop, and its gradients of all iterations are
+    # summed in float32: its path is itself.
+    return Value(array, interpreter.casts_for_loop(value, plan), value.number, array)
 
 
 def _linear_solve(

@@ -7,7 +7,7 @@ does not hold it in a form that autocast can read: autocast differentiates the e
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +66,8 @@ class TracedRule:
         paired = (*pairs, *(len(states) + index for index in pairs))
         with self.interpreter.in_linear_rule():
             run = self._run(rule, self._inputs(primals), directions, (*states, *states), paired)
-        (results, of_results), _, paths = run
-        return results + paths[: len(pairs)], of_results + paths[len(pairs) :]
+        results, of_results = run.results
+        return results + run.paths[: len(pairs)], of_results + run.paths[len(pairs) :]
 
     def forward(self, *given: Any) -> tuple[list[Array], jax.tree_util.Partial]:
         """The forward rule of a `custom_vjp`. Its residuals are the backward rule, with its arrays."""
@@ -85,9 +85,10 @@ class TracedRule:
             return results, leaves
 
         inputs, states = self._inputs([primal.value for primal in given]), self.inside.plan.results
-        (results, leaves), kept, paths = self._run(rule, inputs, [], states, self.pairs_out)
-        backward = functools.partial(self._backward, kept, perturbed, structures[-1])
-        return results + paths, jax.tree_util.Partial(backward, leaves)
+        run = self._run(rule, inputs, [], states, self.pairs_out)
+        results, leaves = run.results
+        backward = functools.partial(self._backward, run.residuals, perturbed, structures[-1])
+        return results + run.paths, jax.tree_util.Partial(backward, leaves)
 
     def _backward(
         self,
@@ -124,10 +125,10 @@ class TracedRule:
         intermediate = tuple(not state.wide_gradient for state in states)
         context = Context(self.inside.plan.analysis.context.scope, True, intermediate, of_gradient=True)
         try:
-            arrays, _, _ = self._run(rule, residuals, tangents, states, context=context)
+            run = self._run(rule, residuals, tangents, states, context=context)
         except jax.errors.UnexpectedTracerError as error:
             raise ValueError(_READS_TRACED) from error
-        gradients = dict(zip(perturbed, arrays, strict=True))
+        gradients = dict(zip(perturbed, run.results, strict=True))
         of_paths = [gradients.pop(index, None) for index in self.pairs_in]
         return *map(gradients.get, range(len(self.closed_over), len(invars))), *of_paths
 
@@ -152,7 +153,7 @@ class TracedRule:
             run = jax.vmap(lambda *arrays: bind(self.equation, arrays), axes, axis_size=axis_size)
             return run(*arrays)
 
-        results, _, _ = self._run(rule, self._inputs(arrays), [], self.inside.plan.results)
+        results = self._run(rule, self._inputs(arrays), [], self.inside.plan.results).results
         return results, [True] * len(results)
 
     def _inputs(self, arrays: Sequence[Array]) -> list[tuple[Value, State]]:
@@ -184,8 +185,8 @@ class TracedRule:
         states: Sequence[State],
         paired: Sequence[int] = (),
         context: Context | None = None,
-    ) -> tuple[Any, Sequence[State], list[Array]]:
-        """Traces a rule in the dtypes for which it was written, plans it and runs it.
+    ) -> "_Run":
+        """Traces a rule, plans it and runs it.
 
         Args:
             rule: the rule, a function of arrays in their traced dtypes.
@@ -195,14 +196,9 @@ class TracedRule:
             paired: the indexes of the results that are pairs.
             context: the context of a backward rule; None for another rule.
 
-        Returns:
-            The results, the states of the residuals, and the paths of the pairs.
         """
         interpreter, arguments = self.interpreter, [*inputs, *tangents]
-        traced = [interpreter.take(value, conversion(state, FLOAT32)) for value, state in arguments]
-        with only_own_precisions():
-            trace = jax.make_jaxpr(rule, return_shape=True)
-            closed, shapes = trace(traced[: len(inputs)], traced[len(inputs) :])
+        closed, structure = self._traced(rule, inputs, tangents)
         known = _states_of_outputs(closed, states)
         wanted = [Wanted.INDIRECTLY if state and state.is_half else Wanted.NO for state in known]
         if context is None:  # The scopes around the function are around its rules too.
@@ -213,8 +209,31 @@ class TracedRule:
         final = [new if state is None else state for state, new in zip(known, plan.results, strict=True)]
         values = interpreter.run(plan, [value for value, _ in arguments])
         arrays = interpreter.take_all(values, list(map(conversion, plan.results, final)))
-        results = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
-        return results, final[len(states) :], [values[index].to(jnp.float32) for index in paired]
+        paths = [values[index].to(jnp.float32) for index in paired]
+        return _Run(jax.tree.unflatten(structure, arrays), final[len(states) :], paths)
+
+    def _traced(
+        self,
+        rule: Callable[[list[Array], list[Array]], Any],
+        inputs: Sequence[tuple[Value, State]],
+        tangents: Sequence[tuple[Value, State]],
+    ) -> tuple[Jaxpr, Any]:
+        """Traces a rule in the dtypes for which it was written. Returns it, and the tree of its results."""
+        given = (
+            [self.interpreter.take(value, conversion(state, FLOAT32)) for value, state in arguments]
+            for arguments in (inputs, tangents)
+        )
+        with only_own_precisions():
+            closed, shapes = jax.make_jaxpr(rule, return_shape=True)(*given)
+        return closed, jax.tree.structure(shapes)
+
+
+class _Run(NamedTuple):
+    """What a rule has given."""
+
+    results: Any
+    residuals: Sequence[State]  # The states of the results behind those of the function.
+    paths: list[Array]  # The paths of the pairs.
 
 
 # JAX says "No constant handler for type Tracer" or names an escaped tracer, and not the rule:
