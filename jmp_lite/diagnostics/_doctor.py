@@ -32,8 +32,10 @@ from ._findings import (
 )
 from ._nonfinite.find import find
 from ._nonfinite.report import NonfiniteReport
-from ._precision.compare import Runs, check_tolerance, report_of
+from ._precision.compare import check_tolerance, report_of
+from ._precision.judge import Judge
 from ._precision.report import PrecisionReport
+from ._precision.runs import Runs
 from ._values.case import Case, tool
 from ._values.reference import has_loop
 from ._values.tap import LONG_LOOP
@@ -94,7 +96,7 @@ class Diagnosis(Shown):
         if self._is_step or self._why_skipped:
             return None
         self._runs.scale = self._scale  # Smaller if the scale of the call alone makes the results inf.
-        return report_of(self._runs, self._tolerance)
+        return report_of(self._runs, self._tolerance, Judge(self._runs))
 
     @functools.cached_property
     def roofline(self) -> Roofline | None:
@@ -155,7 +157,7 @@ class Diagnosis(Shown):
         """Whether the loss and the gradients in half are right, so that no inf inside of them does harm."""
         if self._is_step or self._is_cut or not self._runs.is_finite:
             return False
-        return self._runs.limits(self._tolerance).allow(self._runs.keeping(()))
+        return Judge(self._runs).limits(self._tolerance).allow(self._runs.keeping(()))
 
     @functools.cached_property
     def _is_cut(self) -> bool:

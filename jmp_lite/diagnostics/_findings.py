@@ -16,9 +16,11 @@ from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped
 from .._tree import nodes_of
 from ..programs._roofline import Roofline
 from ._nonfinite.report import NonfiniteReport
-from ._precision.compare import Runs
+from ._precision.judge import Judge
 from ._precision.modules import Module, is_of_library
+from ._precision.remedies import few_edits, words_for
 from ._precision.report import HARM, Limits, PrecisionReport
+from ._precision.runs import Runs
 from ._precision.states import Wrong, times
 from ._values.case import Case
 from ._values.reference import has_value
@@ -147,7 +149,7 @@ def _complaints(tree: Any) -> list[str]:
 
 def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
     """Yields what a step gets wrong in half; if it has states, only what some steps show."""
-    if not runs.states.in_half and runs.limits(None).allow(runs.keeping(())):
+    if not runs.states.in_half and Judge(runs).limits(None).allow(runs.keeping(())):
         return
     # The error of one step with a state says little (see `_precision.states`), so the step is repeated.
     if not runs.states:
@@ -168,7 +170,7 @@ def _of_one_step(runs: Runs) -> Finding:
     what = f"The results in {half.group} are" if half.group else "The result of the step is"
     what += f" off: the relative error against the step in float32 is {error(()):.1e}."
     kept = _helpful(runs)
-    mend = f"To mend it: {runs.change(kept)}. Then the error is {error(kept):.1e}." if kept else ""
+    mend = f"To mend it: {words_for(runs, kept)}. Then the error is {error(kept):.1e}." if kept else ""
     return Finding("accuracy", what, "", mend)
 
 
@@ -178,7 +180,7 @@ def _of_states(runs: Runs, wrong: Sequence[Wrong]) -> Finding:
     names = [each.name for each in others]
     also = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
     kept = _helpful(runs)
-    advice = [f"To mend it: {runs.change(kept)}. Then it trains as in float32."] if kept else []
+    advice = [f"To mend it: {words_for(runs, kept)}. Then it trains as in float32."] if kept else []
     if worst.in_half:
         advice += [f"{'Or round' if kept else 'Round'} it with {MEMORY}."]
     elif runs.program.has_float16 and worst.is_lost:
@@ -195,7 +197,7 @@ def _helpful(runs: Runs) -> Sequence[Module]:
     def is_wrong(kept):
         return bool(runs.states.wrong(kept)) if runs.states else is_far(kept)
 
-    return runs.few(is_wrong, False) or ()
+    return few_edits(runs, is_wrong, False) or ()
 
 
 def of_accuracy(nonfinite: NonfiniteReport | None, precision: PrecisionReport) -> Iterator[Finding]:

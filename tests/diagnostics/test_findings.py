@@ -4,10 +4,12 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import jmp_lite as jmp
+from jmp_lite._autocast import make_rules
 from jmp_lite.diagnostics import doctor
 from jmp_lite.diagnostics._findings import (
     Finding,
@@ -17,8 +19,8 @@ from jmp_lite.diagnostics._findings import (
     of_roofline,
     of_step_in_float32,
 )
-from jmp_lite.diagnostics._precision.compare import HARM
-from jmp_lite.diagnostics._precision.report import Difference, Limits, PrecisionReport
+from jmp_lite.diagnostics._precision.modules import Module
+from jmp_lite.diagnostics._precision.report import HARM, Difference, Limits, PrecisionReport
 from tests.support.broken import WRONG
 
 
@@ -104,21 +106,25 @@ def test_a_close_comparison_is_no_finding_and_another_is_one():
 
 
 def test_a_step_that_is_off_names_the_results_and_what_mends_them():
-    head = types.SimpleNamespace(name="head")
+    head = Module("head.py:3:4", "", ("head.py:3:4",), casts="float16")
+    program = types.SimpleNamespace(
+        edits=[head], modules=(), operations=(), rules=make_rules("float16"), dtype=np.dtype("float16")
+    )
 
     def runs(group, after):
         error = lambda kept: Difference(0.0, after if kept else 0.5, 1.0, group)
         return types.SimpleNamespace(
             keeping=error,
-            limits=lambda *_: Limits("gradients", HARM),
-            few=lambda error, tolerance: (head,) if error((head,)) <= tolerance else None,
+            by_hand=Difference(0.0, 0.0, 1.0),
             states=NO_STATES,
-            change=lambda kept: "keep the head",
+            program=program,
         )
 
     (found,) = of_step_in_float32(runs("params", HARM))
     assert found.what.startswith("The results in params are off: the relative error")
-    assert found.advice == "To mend it: keep the head. Then the error is 1.0e-01."
+    assert found.advice == (
+        "To mend it: use float32 instead of float16 on line head.py:3:4. Then the error is 1.0e-01."
+    )
     (found,) = of_step_in_float32(runs("", 0.2))
     assert found.what.startswith("The result of the step is off")
     assert found.advice == ""

@@ -13,9 +13,11 @@ import numpy as np
 from ..._jaxpr import in_two_calls
 from ..._scaling.loss_scale import DynamicLossScale
 from ..._text import dynamic_scale
-from .._precision.compare import HARM, Runs
+from .._precision.judge import Judge
 from .._precision.modules import Module, is_of_library
-from .._precision.report import Difference
+from .._precision.remedies import few_edits, rules_for, words_for
+from .._precision.report import HARM, Difference
+from .._precision.runs import Runs
 from .._values.case import Case, Options, tool
 from .._values.reference import has_value
 from .._values.tap import Probe
@@ -178,7 +180,7 @@ class Trials:
                 return
         near = self.runs.program.groups_on(origin.site.line)
         # There are no edits in a backward rule of the user, whose casts have no flags.
-        if kept := self.runs.few(self._error, HARM, near) or self.runs.program.edits:
+        if kept := few_edits(self.runs, self._error, HARM, near) or self.runs.program.edits:
             yield self._in_float32(kept)
         if self.runs.program.has_float16:
             yield self._trial("bfloat16 in place of float16", self.runs.in_bfloat16(), dtype="bfloat16")
@@ -205,9 +207,9 @@ class Trials:
     def _in_float32(self, kept: Sequence[Module]) -> Trial:
         lines = dict.fromkeys(line for group in kept if group.casts for line in group.lines)
         arguments = tuple(group.name for group in kept if group.is_argument)
-        how = {"rules": self.runs.rules(kept), "lines": tuple(lines), "arguments": arguments}
+        how = {"rules": rules_for(self.runs, kept), "lines": tuple(lines), "arguments": arguments}
         error, scale = self._run(kept)
-        change = self.runs.change(kept)
+        change = words_for(self.runs, kept)
         if scale is not None:
             change, how["loss_scale"] = f"{change}; and {dynamic_scale(int(math.log2(scale)))}", scale
         return self._trial(change, error, **how)
@@ -230,7 +232,7 @@ class Trials:
 
     def _worst(self, error: Difference) -> float:
         lost = math.inf if error.lost and error.lost in self.runs.program.aux else 0.0
-        return max(self.runs.loss_error(error), error.gradients, lost)
+        return max(Judge(self.runs).loss_error(error), error.gradients, lost)
 
 
 def _with_advice(

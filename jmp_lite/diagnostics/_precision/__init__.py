@@ -2,6 +2,7 @@
 
 Read `modules` (the parts of a program that are in half), `sources` (the casts, layers and arguments that
 half values come from), `flags` (the program with a flag for each of them), `report`, `groups` (the outputs
-that are compared together or alone), `states` (what a step computes after some steps), `fewest` (the search
-for modules to keep in float32), then `compare`.
+that are compared together or alone), `states` (what a step computes after some steps), `runs` (the errors
+with some modules in float32), `judge` (which errors are harmful), `fewest` (the search for modules to keep in
+float32), `remedies` (what to write), then `compare`.
 """

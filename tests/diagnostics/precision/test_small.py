@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jmp_lite.diagnostics import compare_precision
-from jmp_lite.diagnostics._precision.compare import Runs
+from jmp_lite.diagnostics._precision.judge import Judge
 from jmp_lite.diagnostics._precision.report import Difference, Limits, ModuleDifference, PrecisionReport
 
 X = jnp.array([[1.0, 2.0**-11]] * 2)
@@ -61,8 +61,11 @@ def test_a_loss_without_gradients_is_compared_alone():
 def test_a_loss_error_is_relative_to_the_loss_or_what_the_parameters_contribute(
     loss, contribution, error, expected
 ):
-    runs = types.SimpleNamespace(loss=loss, _contribution=contribution)
-    assert Runs.loss_error(runs, Difference(error, 0.0, 1.0)) == pytest.approx(expected)
+    program = types.SimpleNamespace(is_step=False, parameters={"w": jnp.ones(2)})
+    judge = Judge(
+        types.SimpleNamespace(loss=loss, program=program, full=[loss, jnp.full(2, contribution / 2)])
+    )
+    assert judge.loss_error(Difference(error, 0.0, 1.0)) == pytest.approx(expected)
 
 
 def test_a_difference_of_large_numbers_that_is_zero_in_float32_is_no_fault():

@@ -1,0 +1,124 @@
+"""Runs a program with some of its modules in float32, and measures the errors."""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
+
+from ..._jaxpr import Array
+from ..._scaling.loss_scale import DynamicLossScale
+from .._values.case import Case
+from .flags import FlaggedProgram
+from .groups import error_of, groups_of, rows_of, updated, worst_leaf
+from .modules import Module
+from .report import Difference
+from .states import States
+
+_COSINE = 0.5
+"""The cosine of a half gradient and that in float32 below which its direction is wrong."""
+_NUDGES = (0.0, 1e-3, -1e-3)  # The relative changes of the parameters at which casts by hand are measured.
+_UNSTABLE = 0.01  # A gradient that the last digits of the parameters change by more is rounding error.
+
+
+class Runs:
+    """The errors with some modules in float32; each set of modules is run once.
+
+    `scale` is the loss scale of the runs in half; `may_scale` says whether a larger one may help.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.program = program = FlaggedProgram(case)
+        self.scale = case.scale
+        is_small = self.scale < DynamicLossScale.loss_scale
+        self.may_scale = is_small and program.dtype == jnp.float16 and not program.is_step
+        self.full = program(None, 1.0)  # In float32, where no scale is needed.
+        self.loss = None if program.is_step else float(self.full[0])
+        self.half_loss: float | None = None  # With everything in half, at the scale of the call.
+        self._state = updated(program, self.full)
+        self._groups = groups_of(program, self._state)
+        self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
+        first = 0 if program.is_step else 1
+        self.bad = self._nonfinite(self.full, first, program.outputs[first:])
+        # An auxiliary result may hold a mask of -inf: those count that float32 has finite.
+        bad_aux = self._nonfinite(self.full, len(program.outputs), program.aux)
+        self.finite_aux = set(program.aux) - set(bad_aux)
+        self.is_finite = not self.bad and (self.loss is None or math.isfinite(self.loss))
+
+    def keeping(self, modules: Iterable[Module], scale: float | None = None) -> Difference:
+        """Returns the error with some modules in float32 and the others in half."""
+        key = self.scale if scale is None else scale, frozenset(modules)
+        if key not in self._differences:
+            outputs = self.program(self.program.groups - key[1], key[0])
+            self._differences[key] = self._difference(outputs)
+            if self.half_loss is None and not key[1] and not self.program.is_step:
+                self.half_loss = float(outputs[0])
+        return self._differences[key]
+
+    @functools.cached_property
+    def by_hand(self) -> Difference:
+        """The error of casts by hand, the largest for these parameters and others near."""
+        return max(self._near, key=lambda error: error.gradients)
+
+    @functools.cached_property
+    def _near(self) -> list[Difference]:
+        """The errors of casts by hand, for these parameters and others near."""
+        # Near an optimum every gradient is mostly rounding error, so that one measurement says little.
+        full = (self.program(None, 1.0, nudge) if nudge else self.full for nudge in _NUDGES)
+        return list(map(self._difference, self.program.by_hand(_NUDGES), full))
+
+    @functools.cached_property
+    def is_rounding(self) -> bool:
+        """Whether the gradient is mostly rounding error, with casts by hand too, here and nearby."""
+
+        # Half precision still finds the way to a better point if one of the directions nearby is right.
+        def is_lost(error):
+            return error.gradients > 1 and error.cosine < _COSINE
+
+        return not self.program.is_step and is_lost(self.keeping(())) and all(map(is_lost, self._near))
+
+    def in_float16(self) -> Difference:
+        """Returns the error of casts by hand to the digits of float16, with the range of float32."""
+        (outputs,) = self.program.by_hand([0.0], jnp.float16)
+        return self._difference(outputs)
+
+    @functools.cached_property
+    def states(self) -> States:
+        return States(self.program, self._state)
+
+    def in_bfloat16(self) -> Difference:
+        return self._difference(self.program.in_bfloat16(self.scale))
+
+    def _difference(self, outputs: Sequence[Array], full: Sequence[Array] | None = None) -> Difference:
+        """Returns the errors of the loss and of the group of other outputs that is furthest off."""
+        full = self.full if full is None else full
+        loss_error = 0.0
+        if self.loss is not None:
+            loss = float(full[0])
+            distance = abs(float(outputs[0]) - loss)
+            loss_error = distance / abs(loss) if loss else distance
+        norms = {group: group.norms(outputs, full) for group in self._groups}
+        errors = {group: error_of(*each.sum(axis=0)) for group, each in norms.items()}
+        worst = max(errors, key=lambda group: errors[group][0], default=None)
+        error, cosine = (0.0, 1.0) if worst is None else errors[worst]
+        leaf, name, lost = worst_leaf(self.program, norms, lambda: self._noise)
+        if worst is not None and self.program.is_step and leaf <= error:
+            name = worst.name
+        loss_error = loss_error if math.isfinite(loss_error) else math.inf
+        bad = self._nonfinite(outputs, len(self.program.outputs), self.program.aux)
+        lost = next(filter(None, [lost, *(name for name in bad if name in self.finite_aux)]), "")
+        return Difference(loss_error, error, cosine, name, leaf, lost)
+
+    @functools.cached_property
+    def _noise(self) -> set[int]:
+        """The gradients that are rounding errors in float32 as well, so that no dtype has them right."""
+        # That of a bias in front of a normalization is one: it would be zero if sums were exact. The last
+        # digits of the parameters change such a gradient as a whole, and other gradients of real models by
+        # 1e-5 at most.
+        near = self.program(None, 1.0, nudge=2.0**-23)
+        rows = rows_of({group: group.norms(near, self.full) for group in self._groups})
+        return {number for number, row in rows.items() if error_of(*row)[0] > _UNSTABLE}
+
+    def _nonfinite(self, results: Sequence[Array], first: int, names: Sequence[str]) -> list[str]:
+        named = zip(names, results[first:])
+        return [name for name, result in named if not bool(jnp.isfinite(result).all())]
