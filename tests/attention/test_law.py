@@ -95,6 +95,12 @@ class Drawn:
         q, k, v = (jnp.asarray(random.standard_normal(shape(each)), jnp.float32) for each in axes)
         return q * self.scores, k, v
 
+    def gradient_by_bias(self, run, bias, seed):
+        operands = self.operands(seed)
+        weights = jax.random.normal(jax.random.key(seed), operands[0].shape)
+        loss = lambda bias: (run(*operands, [bias]) * weights).sum()
+        return jax.jit(jax.grad(loss), compiler_options=EXACT_SUMS)(bias)
+
 
 def gradients(run):
     """The result of a layer with some arrays, and its gradients by the operands and these numbers."""
@@ -147,6 +153,15 @@ def check(drawn, seeds=3):
     return ""
 
 
+def is_in_the_law(steps):
+    """Not where a query sees no key, and float32 tells other addends apart beside the mask's number."""
+    # cuDNN takes the sum in half, which does not. The page names the case.
+    others = [abs(step.size if isinstance(step, Bias) else step.fill) for step in steps]
+    added = [isinstance(step, Bias) or step.is_added for step in steps]
+    masks = [isinstance(step, Mask) and step.is_added and step.fill == -1e9 for step in steps]
+    return not any(masks) or all(x < 10 or is_mask or not on for x, on, is_mask in zip(others, added, masks))
+
+
 @st.composite
 def attentions(draw):
     layout = draw(st.sampled_from(LAYOUTS))
@@ -163,7 +178,7 @@ def attentions(draw):
     shapes = st.sampled_from(["up to", "window"])
     triangles = st.builds(Mask, shapes, others, st.integers(-1, 2), **fills)
     random = st.builds(Mask, st.just("random"), axes, **fills)
-    steps = st.lists(numbers | slopes | triangles | random, max_size=3)
+    steps = st.lists(numbers | slopes | triangles | random, max_size=3).filter(is_in_the_law)
     sizes = st.sampled_from(["all 8", "different"])
     return Drawn(layout, draw(sizes), tuple(draw(steps)), draw(st.sampled_from([0.1, 1.0, 4.0])))
 
@@ -201,3 +216,17 @@ def test_a_lowest_number_that_is_added_beside_one_that_replaces_is_left_with_a_r
     added = Mask("up to", "t", 0, LEAST, is_added=True, is_known=False)
     replaced = Mask("random", "bs", fill=LEAST, is_known=False)
     assert "one mask is added" in check(Drawn("bhts", "different", (added, replaced)), seeds=1)
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_bias_that_heads_share():
+    """The gradients of a row sum to zero. Their errors are spread, and not left to its largest number."""
+    drawn, seeds = Drawn("bhtgs", "different", (Bias("keys", "b", 0.1, is_known=False),), 0.1), 4
+    fused = jmp.fuse_attention(drawn.attend, implementation="xla")
+    bias = jnp.asarray(drawn.array(drawn.steps[0]))
+    errors = {}
+    exact = [drawn.gradient_by_bias(drawn.attend, bias, seed) for seed in range(seeds)]
+    for way, run in {"autocast": jmp.autocast(drawn.attend), "fused": jmp.autocast(fused)}.items():
+        found = [drawn.gradient_by_bias(run, bias, seed) for seed in range(seeds)]
+        errors[way] = np.linalg.norm(np.subtract(found, exact))
+    assert errors["fused"] < 1.65 * errors["autocast"]
