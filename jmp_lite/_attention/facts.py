@@ -30,6 +30,8 @@ from .._jaxpr import (
 
 # A key has no weight if its score is this much less than that of another one: `exp` of it is zero in float32.
 MASKED = -1e4
+# Numbers so low are those of masks, and certainly lower than a bias.
+BELOW_BIASES = -1e30
 
 _LARGEST = 2**26  # The size of the largest mask that is computed while tracing: 8192 queries and keys.
 # Operations that make masks, beside those that the table calls `pointwise`.
@@ -53,6 +55,8 @@ class Fact:
     axes: Labels = ()  # For each axis, that of the scores; None for a new axis of size 1.
     fill: float | None = None  # The largest number that stands in place of some scores.
     added: bool = False  # Whether something has been added to the scores.
+    # Whether a mask's lowest numbers may be in it; for scores, in what was added to them.
+    may_be_low: bool = False
 
 
 class Facts:
@@ -145,7 +149,9 @@ def unknown(var: Var) -> Fact:
 
 
 def _known(array: Any) -> Fact:
-    return Fact(tuple(size != 1 for size in array.shape), array)
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    may_be_low = is_float and float(array.min(initial=0)) < BELOW_BIASES
+    return Fact(tuple(size != 1 for size in array.shape), array, may_be_low=may_be_low)
 
 
 def _of_iota(equation: Equation) -> Fact:
@@ -182,7 +188,8 @@ def _of_pointwise(equation: Equation, operands: Sequence[Fact]) -> Fact:
     base = _base(equation, [each.base for each in operands])
     places = [place for place, each in enumerate(operands) if each.scores is not None]
     if not places:
-        return Fact(varies, base)
+        is_float = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+        return Fact(varies, base, may_be_low=is_float and any(each.may_be_low for each in operands))
     if len(places) > 1:
         raise NotFused("the scores are combined with those of another matmul")
     if equation.invars[places[0]].aval.shape != equation.outvars[0].aval.shape:
@@ -218,7 +225,7 @@ def _of_scores(equation: Equation, place: int, fact: Fact, others: Sequence[Fact
     # Behind a mask a sum or a factor may bring its numbers back into the range of scores.
     if fact.fill is None:
         if name == "add" or (name, place) == ("sub", 0):
-            return dataclasses.replace(fact, added=True)
+            return dataclasses.replace(fact, added=True, may_be_low=fact.may_be_low or others[0].may_be_low)
         if name == "mul" or (name, place) == ("div", 0):
             factor = _number(others[0])
             return dataclasses.replace(

@@ -27,10 +27,7 @@ from .._jaxpr import (
     scope_of,
     softmax_input,
 )
-from .facts import MASKED, Fact, Facts, NotFused
-
-# What replaces scores that have a bias is certainly lower than the bias.
-_BELOW_BIASES = -1e30
+from .facts import BELOW_BIASES, MASKED, Fact, Facts, NotFused
 
 DIFFERENTIATED = "its derivative is already taken: put jmp.fuse_attention inside of jax.grad"
 _EXPONENTIALS = {"exp", "exp2"}
@@ -285,8 +282,13 @@ def _check_fill(fact: Fact, fill: float) -> None:
     """Raises `NotFused` if a score that is replaced may have a weight beside one that is not."""
     if fill > MASKED:
         raise NotFused(f"a mask replaces scores by numbers that may be above {MASKED:g}")
-    if fact.added and fact.base is None and fill > _BELOW_BIASES:
-        raise NotFused(f"a mask replaces scores that have a bias by numbers above {_BELOW_BIASES:g}")
+    if fact.added and fact.base is None and fill > BELOW_BIASES:
+        raise NotFused(f"a mask replaces scores that have a bias by numbers above {BELOW_BIASES:g}")
+    # Where every key has such a number, the gradients tell what is added from what replaces.
+    if fact.base is None and fact.may_be_low:
+        raise NotFused(
+            "one mask is added to the scores and another one replaces them, both by lowest numbers"
+        )
     if fact.added and fact.base is not None and (fact.base.max(axis=-1) < fill / 2).any():
         raise NotFused("a mask replaces scores by numbers like those of its bias")
 

@@ -14,7 +14,7 @@ from .._paths import as_patterns, matches, named_leaves, nearest_paths, path_nam
 from .._tree import at_least_float32, cast_leaf, has_dtype, is_half, nodes_of
 from .half_params import MasterParamsState
 from .rounding import AxisName, first_key, key_of_shard, next_key, round_leaf
-from .wrapper import MIGRATE, Transform, as_transform, check_update
+from .wrapper import MIGRATE, Transform, as_transform, check_same_structure, check_update
 
 
 class HalfState(NamedTuple):
@@ -123,6 +123,7 @@ def with_half_state(
         # https://github.com/google-deepmind/optax/blob/v0.2.8/optax/_src/factorized.py#L187.
         updates, params = at_least_float32((updates, params))
         updates, new = transform.update(updates, wide, params, **extra_args)
+        check_same_structure(new, wide)
         new_key = None if state.key is None else next_key(state.key)
         return updates, HalfState(_rounded(new, resting, target, state.key, axis_name), new_key)
 

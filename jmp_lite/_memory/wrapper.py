@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 
-from .._paths import named_leaves, shown
+from .._paths import named_leaves, shown, shown_difference
 from .._tree import without_nnx_variables
 
 Transform = optax.GradientTransformationExtraArgs
@@ -84,6 +84,16 @@ def check_update(
     if needs_params and params is None:
         needs = "the update depends on the parameters: tx.update(grads, opt_state, params)"
         raise ValueError(f"{made_by}: {needs}.")
+
+
+def check_same_structure(new: Any, old: Any) -> None:
+    """Raises a ValueError if an optimizer's `update` has changed the structure of its state."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            "The optimizer's update returned a state of another structure than it was given. Of these two: "
+            f"{shown_difference(new, old)}. Wrap an optimizer whose update keeps the structure of its init: "
+            "optax.snapshot does, optax.monitor does not."
+        )
 
 
 def _check_shapes(made_by: str, given: dict[str, Any], known: dict[str, Any], kind: str = "gradient") -> None:

@@ -12,8 +12,15 @@ import optax
 from jax import lax
 
 from .._memory.half_params import init_for_masters
-from .._memory.wrapper import MIGRATE, Transform, as_transform, check_update, differentiated
-from .._paths import leaf_names, named_leaves, shown_difference
+from .._memory.wrapper import (
+    MIGRATE,
+    Transform,
+    as_transform,
+    check_same_structure,
+    check_update,
+    differentiated,
+)
+from .._paths import leaf_names, named_leaves
 from .._tree import (
     at_least_float32,
     has_dtype,
@@ -243,11 +250,7 @@ def _minus_zero(update: Any) -> Any:
 
 def _check_structure(new: Any, old: Any) -> None:
     """Raises a ValueError if `update` has changed the structure of a state, or the shape of an array."""
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        raise ValueError(
-            "The optimizer's update returned a state of another structure than it was given. Of these two: "
-            f"{shown_difference(new, old)}."
-        )
+    check_same_structure(new, old)
     for (name, leaf), given in zip(named_leaves(new), jax.tree.leaves(old), strict=True):
         if jnp.shape(leaf) != jnp.shape(given):
             raise ValueError(
