@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(
         r"\]\((?:\.\./)+((?:examples|benchmarks|tests)/[^)]*)\)", rf"]({REPOSITORY}/blob/main/\1)", markdown
     )
+    markdown = re.sub(r"<!-- tabs -->(.*?)<!-- end of tabs -->", in_tabs, markdown, flags=re.DOTALL)
     rank = API_RANK if page.file.src_uri.startswith("api/") else RANKS.get(page.file.src_uri, 1)
     page.meta["search"] = {"boost": rank}
     own = Path(page.file.src_uri).stem
@@ -40,6 +42,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return markdown
 
 
+def in_tabs(found: re.Match[str]) -> str:
+    """Returns the sections between two comments, which GitHub shows one below the other, as tabs."""
+    sections = re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", found[1], re.MULTILINE | re.DOTALL)
+    return "\n\n".join(f'=== "{name}"\n\n{textwrap.indent(text.strip(), "    ")}' for name, text in sections)
+
+
 def title(page: str) -> str:
     """Returns the heading of an API page."""
     return re.match("# (.*)", (DOCS / f"api/{page}.md").read_text())[1]
@@ -47,7 +55,7 @@ def title(page: str) -> str:
 
 def summaries(page: str) -> str:
     """Returns a table of the names on an API page, each with the first sentence of its docstring."""
-    rows = ["| Name | |", "| --- | --- |"]
+    rows = ["| Name | What it is |", "| --- | --- |"]
     for module, name in re.findall(r"^::: (.*)\.(\w+)$", (DOCS / f"api/{page}.md").read_text(), re.MULTILINE):
         text = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
         first = re.split(r"(?<=\.)\s", text, maxsplit=1)[0].replace("\n", " ")

@@ -15,7 +15,7 @@ SUBMODULES = {
     ),
     "programs": (
         *("read_program", "compile_for", "mesh_for", "roofline"),
-        *("Program", "Product", "Collective", "Launch", "ModuleTime", "Roofline"),
+        *("Program", "Matmul", "Collective", "Launch", "ModuleTime", "Roofline"),
     ),
     "testing": (
         *("assert_precision", "assert_tensor_cores", "assert_same_on_all_hosts", "assert_skips_nonfinite"),
