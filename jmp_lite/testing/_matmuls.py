@@ -1,5 +1,7 @@
 """Assertions about the matmuls of a function and of a compiled program."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
