@@ -11,9 +11,10 @@ from typing import Any
 DOCS = Path(__file__).parent
 PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
-# How a search ranks pages: a question before the API, "NaN" is Diagnosis, not nanoGPT.
-RANKS = {"questions.md": 2.5, "diagnosis.md": 3, "fp8.md": 3, "memory.md": 1.5, "migrating/torch.md": 1.5}
-RANKS |= {"ported-programs.md": 0.3, "changelog.md": 0.3}
+# How a search ranks pages: a guide before the evidence, what users read before what contributors do.
+RANKS = {"questions.md": 1.5, "diagnosis.md": 2, "fp8.md": 1.5, "memory.md": 1.5, "migrating/torch.md": 1.5}
+RANKS |= {"index.md": 0.7, "ported-programs.md": 0.3, "changelog.md": 0.3, "development.md": 0.2}
+RANKS |= {"how-autocast-works.md": 0.2, "differences.md": 0.5}
 API_RANK = 0.5
 
 
