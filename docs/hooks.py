@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 DOCS = Path(__file__).parent
 PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
-# How a search ranks pages: a question before the API, "NaN" is Diagnosis, not nanoGPT.
-RANKS = {"questions.md": 2.5, "diagnosis.md": 3, "fp8.md": 3, "memory.md": 1.5, "migrating/torch.md": 1.5}
-RANKS |= {"ported-programs.md": 0.3, "changelog.md": 0.3}
+# How a search ranks pages: a guide before the evidence, what users read before what contributors do.
+RANKS = {"questions.md": 1.5, "diagnosis.md": 2, "fp8.md": 1.5, "memory.md": 1.5, "migrating/torch.md": 1.5}
+RANKS |= {"index.md": 0.7, "ported-programs.md": 0.3, "changelog.md": 0.3, "development.md": 0.2}
+RANKS |= {"how-autocast-works.md": 0.2, "differences.md": 0.5}
 API_RANK = 0.5
 
 
@@ -28,6 +30,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(
         r"\]\((?:\.\./)+((?:examples|benchmarks|tests)/[^)]*)\)", rf"]({REPOSITORY}/blob/main/\1)", markdown
     )
+    markdown = re.sub(r"<!-- tabs -->(.*?)<!-- end of tabs -->", in_tabs, markdown, flags=re.DOTALL)
     rank = API_RANK if page.file.src_uri.startswith("api/") else RANKS.get(page.file.src_uri, 1)
     page.meta["search"] = {"boost": rank}
     own = Path(page.file.src_uri).stem
@@ -40,6 +43,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return markdown
 
 
+def in_tabs(found: re.Match[str]) -> str:
+    """Returns the sections between two comments, which GitHub shows one below the other, as tabs."""
+    sections = re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", found[1], re.MULTILINE | re.DOTALL)
+    return "\n\n".join(f'=== "{name}"\n\n{textwrap.indent(text.strip(), "    ")}' for name, text in sections)
+
+
 def title(page: str) -> str:
     """Returns the heading of an API page."""
     return re.match("# (.*)", (DOCS / f"api/{page}.md").read_text())[1]
@@ -47,7 +56,7 @@ def title(page: str) -> str:
 
 def summaries(page: str) -> str:
     """Returns a table of the names on an API page, each with the first sentence of its docstring."""
-    rows = ["| Name | |", "| --- | --- |"]
+    rows = ["| Name | What it is |", "| --- | --- |"]
     for module, name in re.findall(r"^::: (.*)\.(\w+)$", (DOCS / f"api/{page}.md").read_text(), re.MULTILINE):
         text = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
         first = re.split(r"(?<=\.)\s", text, maxsplit=1)[0].replace("\n", " ")

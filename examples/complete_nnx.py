@@ -238,7 +238,7 @@ class Checkpoints:
                 return nnx.update(training, self.last.restore(step, args=saved)["state"])
         except (ValueError, TypeError, KeyError, OSError) as error:
             sys.exit(f"{self.options.checkpoint} holds no checkpoint of this program: {error}")
-        # To continue with another precision or optimizer: jmp.migrate_state, docs/loss-scaling.md.
+        # To continue with another precision or optimizer: jmp.migrate_state, docs/saving.md.
         sys.exit(f"{self.options.checkpoint} was written with other settings: {'; '.join(changed)}.")
 
     def restore_best(self, ema: Net) -> None:

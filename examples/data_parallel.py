@@ -9,7 +9,7 @@
 Each process runs the same program (`jax.distributed`). The batch is split over all devices. XLA inserts the
 cross-device reductions, so the train step is that of one device (`models/training.py`). With `--checkpoint`
 the program saves as it goes; killed and started again, it continues, also on another number of devices.
-docs/multiple-machines.md explains it.
+docs/many-devices.md explains it.
 """
 
 import argparse

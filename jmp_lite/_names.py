@@ -15,7 +15,7 @@ SUBMODULES = {
     ),
     "programs": (
         *("read_program", "compile_for", "mesh_for", "roofline"),
-        *("Program", "Product", "Collective", "Launch", "ModuleTime", "Roofline"),
+        *("Program", "Matmul", "Collective", "Launch", "ModuleTime", "Roofline"),
     ),
     "testing": (
         *("assert_precision", "assert_tensor_cores", "assert_same_on_all_hosts", "assert_skips_nonfinite"),
@@ -24,8 +24,10 @@ SUBMODULES = {
     "nnx": ("with_policy",),
 }
 
-# The types of results and states: importable, but not among the names that a completion lists.
+# Importable, but not among the names that a completion lists: the types of results and states, and `unscale`,
+# which is for gradients of a loss that a program has scaled by itself.
 RESULTS = {"AutocastAttention", "AutocastOperation", "AutocastReport", "LossScale", "SkipNonfiniteState"}
+UNLISTED = {*RESULTS, "unscale"}
 
 HOLDS_THE_SCALE = "`jmp_lite.with_loss_scale(optimizer)`, and `jmp_lite.value_and_grad(loss_fn, scale)`"
 # Names of other libraries, and former names: what to write.
@@ -77,5 +79,5 @@ def submodule(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Returns what a person types: no types of results, no private modules."""
-    names = {*vars(sys.modules["jmp_lite"]), *SUBMODULES} - RESULTS - {"typing"}
+    names = {*vars(sys.modules["jmp_lite"]), *SUBMODULES} - UNLISTED - {"typing"}
     return sorted(name for name in names if name[0] != "_" or name.startswith("__"))

@@ -1,5 +1,7 @@
 """Policies: the dtypes in which parameters rest, arithmetic runs and results come out."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -36,10 +38,10 @@ class Rule:
     """
 
     pattern: str
-    policy: "Policy"
+    policy: Policy
     optional: bool = False
 
-    def __init__(self, pattern: str, policy: "Policy | DTypeLike | str", optional: bool = False) -> None:
+    def __init__(self, pattern: str, policy: Policy | DTypeLike | str, optional: bool = False) -> None:
         if not isinstance(pattern, str):
             raise TypeError(f"Rule(pattern, policy): the pattern is a path such as 'head'. Got {pattern!r}.")
         object.__setattr__(self, "pattern", pattern.strip())
@@ -123,11 +125,11 @@ class Policy(Shown):
         """Casts the floating leaves of the tree `x` to the output dtype."""
         return self._cast(x, "output_dtype")
 
-    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+    def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
         """Returns the policy with the output dtype `output_dtype`."""
         return dataclasses.replace(self, output_dtype=parse_dtype(output_dtype))
 
-    def with_rules(self, rules: Mapping[str, Any] | Iterable[Any] | None) -> "Policy":
+    def with_rules(self, rules: Mapping[str, Any] | Iterable[Any] | None) -> Policy:
         """Returns the policy with `rules` in front of its own.
 
         Args:
@@ -139,7 +141,7 @@ class Policy(Shown):
         """
         return dataclasses.replace(self, rules=[*rule_pairs(rules), *self.rules])
 
-    def at(self, name: str) -> "Policy":
+    def at(self, name: str) -> Policy:
         """Returns the policy of the leaf or subtree `name`, which has no rules."""
         return self._at_any([name])
 
@@ -170,7 +172,7 @@ class Policy(Shown):
 
         return jax.tree_util.tree_map_with_path(cast, tree)
 
-    def _at_any(self, names: list[str]) -> "Policy":
+    def _at_any(self, names: list[str]) -> Policy:
         for rule in self.rules:
             if any(matches(rule.pattern, name) for name in names):
                 return rule.policy

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jmp_lite as jmp
@@ -69,3 +70,44 @@ def test_the_gradients_of_the_digits_that_are_zero_in_float16():
     fates = report.pooled.fates(23)
     assert fates.flushed < 10
     assert round((fates.flushed + fates.subnormal + fates.normal) / 1e6, 1) == 1.4
+
+
+@pytest.mark.slow
+def test_a_pinn_in_float16_ends_nearer_to_float32_than_in_bfloat16():
+    """The errors of docs/questions.md, here of one seed: -u'' = pi**2 * sin(pi * x) on [-1, 1]."""
+    x, right = jnp.linspace(-1, 1, 128), lambda x: jnp.sin(jnp.pi * x)
+
+    def solution(params, x):
+        (first, _), (second, _), (last, _) = params
+        hidden = jnp.tanh(jnp.tanh(x[None] @ first + params[0][1]) @ second + params[1][1])
+        return (1 - x**2) * (hidden @ last)[0]
+
+    def residual(params, x):
+        second = jax.vmap(jax.grad(jax.grad(solution, 1), 1), (None, 0))(params, x)
+        return jnp.mean((second + jnp.pi**2 * right(x)) ** 2)
+
+    def error(dtype):
+        shapes = ((1, 64), (64, 64), (64, 1))
+        keys = jax.random.split(jax.random.key(0), 4)
+        params = [
+            (jax.random.normal(key, shape) / shape[0] ** 0.5, jnp.zeros(shape[1]))
+            for key, shape in zip(keys, shapes)
+        ]
+        tx = jmp.with_loss_scale(optax.adam(optax.cosine_decay_schedule(2e-3, 3000)))
+        loss_fn = jmp.autocast(residual, dtype)
+
+        def step(carry, _):
+            params, opt_state = carry
+            grads = jmp.grad(loss_fn, jmp.get_loss_scale(opt_state))(params, x)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), None
+
+        run = jax.jit(lambda start: jax.lax.scan(step, start, length=3000)[0])
+        params, _ = run((params, tx.init(params)))
+        found = jax.vmap(solution, (None, 0))(params, x)
+        return jnp.linalg.norm(found - right(x)) / jnp.linalg.norm(right(x))
+
+    full, half, coarse = map(error, ("float32", "float16", "bfloat16"))
+    assert full < 2e-4
+    assert half < 3e-4
+    assert coarse > 2 * max(full, half)

@@ -139,3 +139,17 @@ def test_a_prompt_stands_in_an_examples_section():
 def test_the_tests_see_methods_and_names():
     assert len(PUBLIC) > 50
     assert len(METHODS) > 40
+
+
+def test_a_signature_names_the_types_that_it_spells_out_elsewhere():
+    """`help(jmp.autocast)` begins with one line for each argument, not with every name of a dtype."""
+    spelled = {
+        name: found
+        for name, _, value in PUBLIC
+        if callable(value) and not issubclass(type(value), type(nn.Module))
+        if "Literal[" in (found := str(inspect.signature(value))) or "Union[" in found or "<object" in found
+    }
+    assert not spelled
+    for name, longest in (("autocast", 600), ("value_and_grad", 300)):
+        (value,) = (value for full_name, _, value in PUBLIC if full_name == f"jmp_lite.{name}")
+        assert len(str(inspect.signature(value))) < longest

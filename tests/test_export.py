@@ -63,8 +63,8 @@ def test_a_cpu_exports_for_cuda_and_the_program_for_an_h100_has_half_products(va
     read = jax.export.deserialize(exported.serialize())
     assert "cuda" in read.platforms
     program = read_program(compile_for("h100", read.call, jax.ShapeDtypeStruct((64, 8, 8, 1), jnp.float32)))
-    assert len(program.products) > 0
-    assert {array.dtype for product in program.products for array in product.operands} == {"f16"}
+    assert len(program.matmuls) > 0
+    assert {array.dtype for product in program.matmuls for array in product.operands} == {"f16"}
     assert program.tensor_core_share == 1
 
 

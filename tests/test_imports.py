@@ -13,7 +13,7 @@ import sys
 import pytest
 
 import jmp_lite
-from jmp_lite._names import OTHERWISE, RESULTS, SUBMODULES
+from jmp_lite._names import OTHERWISE, RESULTS, SUBMODULES, UNLISTED
 
 ROOT = pathlib.Path(jmp_lite.__file__).parent
 MODULES = {
@@ -215,7 +215,7 @@ def test_a_table_of_contents_holds_only_imports(file):
         assert [alias.asname == alias.name for alias in statement.names] == [True]
     module = importlib.import_module(f"jmp_lite.{file}".removesuffix(".__init__"))
     names = {alias.name for statement in statements for alias in statement.names}
-    hidden = RESULTS if file == "__init__" else set()
+    hidden = UNLISTED if file == "__init__" else set()
     assert hidden < names
     assert names - hidden - {"__version__"} == public(module)
 
@@ -250,7 +250,7 @@ def test_what_a_person_types_is_listed_and_types_of_results_are_not():
     assert dir(jmp_lite) == sorted(dir(jmp_lite))
     assert {*SUBMODULES, "autocast", "value_and_grad", "__version__"} <= set(dir(jmp_lite))
     assert not {each for each in dir(jmp_lite) if each[0] == "_" and not each.startswith("__")}
-    assert not RESULTS & set(dir(jmp_lite))
+    assert not UNLISTED & set(dir(jmp_lite))
     assert all(inspect.isclass(getattr(jmp_lite, each)) for each in RESULTS)
 
 

@@ -78,7 +78,7 @@ def test_a_model_under_a_policy_and_casts_by_hand():
 
 def test_the_first_pattern_that_matches_decides():
     assert_precision(routed, {"router": "float32", "Network": "bfloat16"}, variables, x)
-    with pytest.raises(AssertionError, match="the pattern 'router' decides about no product"):
+    with pytest.raises(AssertionError, match="the pattern 'router' decides about no matmul"):
         assert_precision(routed, {"Network": "bfloat16", "router": "float32"}, variables, x)
 
 
@@ -103,7 +103,7 @@ def test_the_message_names_dtype_scope_line_and_reason():
         assert_precision(promoted, {"**": "bfloat16"}, jnp.ones((8, 8)), x)
     message = str(error.value)
     assert message.startswith(
-        "[jmp_lite] Assertion assert_precision failed: 1 of 1 products are not as asserted."
+        "[jmp_lite] Assertion assert_precision failed: 1 of 1 matmuls are not as asserted."
     )
     # The newest JAX multiplies the two dtypes as they are. Before, it cast the weight up.
     assert re.search(
@@ -123,11 +123,11 @@ def test_a_product_of_two_dtypes_is_in_neither():
 @pytest.mark.parametrize(
     ("dtypes", "message"),
     [
-        ({"**/rooter": "float32", "**": "bfloat16"}, r"the pattern '\*\*/rooter' decides about no product"),
+        ({"**/rooter": "float32", "**": "bfloat16"}, r"the pattern '\*\*/rooter' decides about no matmul"),
         ({"body": "bfloat16"}, "no pattern matches it"),
         (
             {"**/rooter": "float32"},
-            "The modules with products are: Network/body, Network/head, Network/router",
+            "The modules with matmuls are: Network/body, Network/head, Network/router",
         ),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_pattern_without_a_product_and_a_product_without_a_pattern_fail(dtypes
 
 
 def test_a_function_without_products_fails():
-    with pytest.raises(AssertionError, match="The modules with products are: none"):
+    with pytest.raises(AssertionError, match="The modules with matmuls are: none"):
         assert_precision(jnp.tanh, {"**": "bfloat16"}, x)
 
 
@@ -295,7 +295,7 @@ def test_what_it_cannot_examine_is_an_error(state, batch, error, message):
 
 
 def test_the_products_on_tensor_cores_are_counted_by_their_flops():
-    """A program of an H100 with products in float16, bfloat16, TF32 and float32."""
+    """A program of an H100 with matmuls in float16, bfloat16, TF32 and float32."""
     program = h100("products")
     share = program.tensor_core_share
     assert 0 < share < 1
@@ -313,8 +313,8 @@ def test_the_products_on_tensor_cores_are_counted_by_their_flops():
 def test_a_program_for_a_cpu_is_an_error_and_one_without_products_fails():
     with pytest.raises(ValueError, match=r"Got one for cpu. jmp_lite.programs.compile_for\('h100'"):
         assert_tensor_cores(compiled(lambda x: x @ x, x.T @ x))
-    empty = dataclasses.replace(h100("products"), products=())
-    with pytest.raises(AssertionError, match="the program has no products"):
+    empty = dataclasses.replace(h100("products"), matmuls=())
+    with pytest.raises(AssertionError, match="the program has no matmuls"):
         assert_tensor_cores(empty)
 
 

@@ -21,7 +21,7 @@ class Precision:
     """The precision of an arm.
 
     Attributes:
-        arithmetic: the dtype that products must multiply, in the words of `jmp_lite.programs.Product`.
+        arithmetic: the dtype that products must multiply, in the words of `jmp_lite.programs.Matmul`.
         casts: what casts: `none`, `policy` or `autocast`.
         scaler: one of `SCALERS`.
         cudnn: whether attention is that of cuDNN, and not that of XLA.
@@ -201,7 +201,7 @@ def check_lowered(text: str, precision: Precision) -> None:
     """Raises AssertionError if a product in StableHLO does not have the claimed arithmetic."""
     dtype = precision.arithmetic if precision.arithmetic in ("f16", "bf16") else "f32"
     products = [line for line in text.splitlines() if _PRODUCT.search(line)]
-    assert products, "the program has no products"
+    assert products, "the program has no matmuls"
     for line in products:
         operands = [shape.split("x")[-1] for shape in _PRODUCT.search(line).groups()]  # type: ignore[union-attr]
         assert operands == [dtype, dtype], f"claimed {precision.arithmetic}: {line.strip()}"
@@ -212,15 +212,15 @@ def check_lowered(text: str, precision: Precision) -> None:
 
 def check_program(program: Program, precision: Precision) -> None:
     """Raises AssertionError if a product in a GPU's program does not have the claimed arithmetic."""
-    for product in program.products:
+    for product in program.matmuls:
         assert product.arithmetic == precision.arithmetic, f"claimed {precision.arithmetic}: {product}"
-    assert program.products, "the program has no products"
+    assert program.matmuls, "the program has no matmuls"
 
 
 def facts(program: Program) -> dict[str, Any]:
     """Returns the figures of a program that are kept, ready for JSON."""
     products: dict[str, int] = {}
-    for product in program.products:
+    for product in program.matmuls:
         name = f"{product.kind} {product.arithmetic}"
         products[name] = products.get(name, 0) + product.times
     in_place = program.aliased_bytes

@@ -72,10 +72,10 @@ def log_probability_error(arm: str, half: DTypeName) -> float:
 
 def table(rows: dict[str, Row]) -> str:
     """Returns the table of the arms."""
-    lines = [f"{'':27}{'products':>16}{'GB moved':>10}{'MB held':>9}{'error of log p':>16}"]
+    lines = [f"{'':27}{'matmuls':>16}{'GB moved':>10}{'MB held':>9}{'error of log p':>16}"]
     for arm, row in rows.items():
-        products = {product.arithmetic for product in row.program.products}
-        kinds = f"{len(row.program.products)} {', '.join(sorted(products))}"
+        products = {product.arithmetic for product in row.program.matmuls}
+        kinds = f"{len(row.program.matmuls)} {', '.join(sorted(products))}"
         held = row.program.temporary_bytes / 1e6
         lines.append(f"{arm:27}{kinds:>16}{row.program.bytes_moved / 1e9:10.2f}{held:9,.0f}{row.error:16.1e}")
     return "\n".join(lines)

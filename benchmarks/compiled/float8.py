@@ -97,7 +97,7 @@ def cost(compiled: Any, flash_seconds: float = 0.0) -> Cost:
     peak = h100.flops["bfloat16"]
     seconds = flash_seconds + LAUNCH_SECONDS * program.kernels
     fp8 = 0
-    for product in program.products:
+    for product in program.matmuls:
         in_fp8 = product.arithmetic.startswith("f8")
         fp8 += in_fp8 * product.times
         rate = peak * (FP8_SHARE * FP8_TIMES_BFLOAT16 if in_fp8 else BFLOAT16_SHARE)
@@ -106,7 +106,7 @@ def cost(compiled: Any, flash_seconds: float = 0.0) -> Cost:
     product_bytes = sum(size for size, is_product in moved if is_product)
     other_bytes = sum(size for size, is_product in moved if not is_product)
     seconds += other_bytes / (MEMORY_SHARE * h100.bandwidth)
-    count = sum(product.times for product in program.products)
+    count = sum(product.times for product in program.matmuls)
     return Cost(program.kernels, fp8, count, product_bytes, other_bytes, program.temporary_bytes, seconds)
 
 
@@ -142,8 +142,8 @@ def measure(width: int, triton: bool, flash: bool, tokens: int = TOKENS, **optio
 def table(found: dict[str, Any]) -> list[str]:
     """Returns the results as lines of a page."""
     lines = [
-        "| width | attention | kernels | products in fp8 "
-        "| MB in products | MB elsewhere | MB held | estimate |",
+        "| width | attention | kernels | matmuls in fp8 "
+        "| MB in matmuls | MB elsewhere | peak MB | estimate |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in found["rows"]:

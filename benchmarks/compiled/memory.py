@@ -98,7 +98,8 @@ def facts(program: Program, params: Any, state: Any) -> dict[str, float]:
 def cost_table(found: dict[str, Any]) -> list[str]:
     """Returns the table of both cases in Markdown."""
     lines = [
-        "| | at rest | optimizer: moved | kernels | temp KB | GPT-2 small: moved | kernels | temp GB |",
+        "| Configuration | bytes per parameter | optimizer: traffic | kernels | temporary KB "
+        "| GPT-2 small: traffic | kernels | temporary GB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for arm, alone in found["optimizer"].items():
@@ -128,7 +129,10 @@ def accuracy_table(found: dict[str, Any]) -> list[str]:
         mean = sum(values) / len(values)
         return f"{mean:.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
-    lines = ["| | digits: accuracy in % | test loss | text: bits per byte |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| Configuration | digits: accuracy in % | test loss | text: bits per byte |",
+        "| --- | --- | --- | --- |",
+    ]
     for arm in ARMS:
         digits, text = (found["tasks"][task][arm] for task in ("digits", "language model"))
         cells = (

@@ -21,8 +21,8 @@ from benchmarks.ported import page as ported
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-NAMES = ("performance", "accuracy", "autocast", "memory", "choosing", "ported-programs", "fp8")
-PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
+NAMES = ("performance", "accuracy", "choosing", "ported-programs", "fp8")
+PAGES = [*(ROOT / "docs" / f"{name}.md" for name in NAMES), ROOT / "benchmarks" / "ported" / "diffs.md"]
 
 
 def cost(*cases: str) -> str:
@@ -59,7 +59,7 @@ def convergence() -> str:
     found = json.loads((RESULTS / "cpu" / "convergence.json").read_text())
     arms = ("float32", "bfloat16", "float16, scaled", "float16, unscaled")
     lines = [
-        "| | zero at the start | at the end | " + " | ".join(arms) + " |",
+        "| Model | zero at the start | at the end | " + " | ".join(arms) + " |",
         "| --- | --- | --- |" + " --- |" * len(arms),
     ]
     for family in found["families"].values():
@@ -73,7 +73,7 @@ def convergence() -> str:
 def precisions(family: str) -> str:
     """Returns the table of a model's training step in each precision."""
     arms = json.loads((RESULTS / "h100-pretended" / f"{family}.json").read_text())["arms"]
-    lines = ["| | products | GB moved | GB held |", "| --- | --- | --- | --- |"]
+    lines = ["| Precision | matmuls | traffic GB | peak GB |", "| --- | --- | --- | --- |"]
     for name, arm in arms.items():
         products = ", ".join(f"{count} {kind}" for kind, count in arm["products"].items())
         sizes = f"{arm['bytes_moved'] / 1e9:.1f} | {arm['program_bytes'] / 1e9:.1f}"

@@ -69,7 +69,7 @@ def summary(folder: pathlib.Path) -> list[str]:
     """Returns the table of the H100 in Markdown, from the files: float32, float16 and autocast."""
     arms = ("float32", "float16", "float16 autocast")
     lines = [
-        "| | products | GB moved | GB held | kernels |",
+        "| Model | matmuls | traffic GB | peak GB | kernels |",
         "| --- | --- | --- | --- | --- |",
     ]
     for family in FAMILIES:

@@ -77,7 +77,7 @@ def moved(program: Program, *kinds: str) -> dict[str, int]:
 
 def row(casts: str, program: Program) -> str:
     """Returns one line of the table."""
-    gemms = sum(product.times for product in program.products)
+    gemms = sum(product.times for product in program.matmuls)
     collectives = "".join(
         f"  {kind} {size / 1e6:.2f} MB {dtype}"
         for kind in dict.fromkeys(each.kind for each in program.collectives)
@@ -108,7 +108,7 @@ def main() -> None:
     model = gpt(options.vocabulary, options.length, options.width, options.layers)
     mesh = gpu_mesh({"data": options.devices}) if options.devices > 1 else None
     found: dict[str, Any] = {"jax": jax.__version__, **{k: str(v) for k, v in vars(options).items()}}
-    print(f"{'casts':10}{'products':>9}{'half':>8}{'kernels':>9}{'MB moved':>12}{'MB temp':>10}  collectives")
+    print(f"{'casts':10}{'matmuls':>9}{'half':>8}{'kernels':>9}{'MB moved':>12}{'MB temp':>10}  collectives")
     for casts in options.casts:
         loss = gpt_loss(model, casts, jnp.dtype(options.dtype), options.reduce_dtype)
         batch = options.batch * options.devices

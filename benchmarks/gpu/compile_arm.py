@@ -26,7 +26,7 @@ def targets(program: Program) -> dict[str, int]:
     operation, which a report by module cannot show, is counted under `without a name`.
     """
     found: collections.Counter[str] = collections.Counter()
-    for product in program.products:
+    for product in program.matmuls:
         found[f"{product.target} {product.arithmetic}"] += product.times
         if not product.operation:
             found["without a name"] += product.times

@@ -66,7 +66,7 @@ def measure(
             run = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": triton})
             program = read_program(run)
             products: dict[str, int] = {}
-            for product in program.products:
+            for product in program.matmuls:
                 kind = f"{product.target} {product.arithmetic}"
                 products[kind] = products.get(kind, 0) + product.times
             found[arm] = {

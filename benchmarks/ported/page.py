@@ -1,4 +1,4 @@
-"""The table and the diffs of docs/ported-programs.md, from the ports and their results."""
+"""The table of docs/ported-programs.md and the diffs of ported/diffs.md, from the ports and their results."""
 
 import difflib
 import importlib
@@ -48,7 +48,7 @@ def row(name: str) -> str:
     full, half = measured["float32"], measured["float16"]
     tried = {True: "unchanged", False: "**changed**", None: "not tried"}[half["bad_step_left_params"]]
     cells = (
-        f"[{port.title}](#{heading_id(port.title)})",
+        f"[{port.title}](../benchmarks/ported/diffs.md#{heading_id(port.title)})",
         f"+{measured['added']}/-{measured['removed']}",
         "; ".join(map(other, program(name).OTHERS)),
         losses(full["losses"][:1]),
@@ -105,7 +105,7 @@ def section(name: str) -> str:
     edits = [(line, edit) for line, edit in zip(measured["lines"], port.edits) if not is_import(edit)]
     diff = "\n".join(f"@@ {line} @@\n{hunk(edit)}" for line, edit in edits)
     parts = (
-        f"### {port.title}",
+        f"## {port.title}",
         textwrap.fill(intro.strip(), 120, break_long_words=False, break_on_hyphens=False),
         f"```diff\n{diff}\n```",
     )

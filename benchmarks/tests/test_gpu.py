@@ -103,7 +103,7 @@ def test_the_program_of_an_h100_that_was_not_there_is_the_one_that_is(casts):
     pretended, real = (
         read_program(compile_for_gpu(step, params, tokens, pretend=pretend)) for pretend in (True, False)
     )
-    count = lambda program: sorted((product.kind, product.arithmetic) for product in program.products)
+    count = lambda program: sorted((product.kind, product.arithmetic) for product in program.matmuls)
     assert count(pretended) == count(real)
     assert real.tensor_core_share == pretended.tensor_core_share
     # XLA may fuse a product that it autotunes with the operations around it.

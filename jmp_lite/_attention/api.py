@@ -1,5 +1,7 @@
 """`fuse_attention`, and the attentions of a program as `explain` lists them."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar

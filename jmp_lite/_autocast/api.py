@@ -1,5 +1,7 @@
 """`autocast`, and the parts of a call that other rooms use."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools

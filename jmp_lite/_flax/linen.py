@@ -1,5 +1,7 @@
 """Flax Linen: `with_policy` runs a module under a policy, with the same parameter tree."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import inspect
@@ -42,7 +44,7 @@ _LINEN = layers.Library(
 _CASTS_NOTHING = ("<lambda>", "__getattr__")
 
 
-def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> "WithPolicy":
+def with_policy(module: nn.Module, policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> WithPolicy:
     """Returns `module` under a policy.
 
     The layers of the model compute in the compute dtype, and its outputs are cast to the output dtype. Inputs
@@ -130,7 +132,7 @@ class WithPolicy(nn.Module):
     @nn.nowrap
     def clone(
         self, *, parent: Any = None, _deep_clone: Any = False, _reset_names: bool = False, **updates: Any
-    ) -> "WithPolicy":
+    ) -> WithPolicy:
         """Returns a clone, as `nn.Module.clone`. `updates` may name fields of the plain module too."""
         own = {field.name for field in dataclasses.fields(self)}
         changes = {name: updates.pop(name) for name in [*updates] if name not in own}

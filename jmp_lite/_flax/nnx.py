@@ -1,5 +1,7 @@
 """Flax NNX: `with_policy` returns a model that runs under a policy, with the same parameter tree."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools

@@ -1,5 +1,7 @@
 """An optimizer whose moments rest in bfloat16."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 

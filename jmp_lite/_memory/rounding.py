@@ -3,6 +3,8 @@
 The results are float32 numbers that the narrower dtype holds.
 """
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -67,7 +69,7 @@ def stochastic_round(x: Any, dtype: DTypeLike, key: jax.Array) -> jax.Array:
     return round_leaf(x, target, rounding_key(made_by, key), 0).astype(target)
 
 
-def round_leaf(x: jax.Array, dtype: np.dtype, key: "RoundingKey | None", leaf: int) -> jax.Array:
+def round_leaf(x: jax.Array, dtype: np.dtype, key: RoundingKey | None, leaf: int) -> jax.Array:
     """Rounds as `round_to`: to nearest if `key` is None, else with the `random_bits` of `key` and `leaf`."""
     return round_to(x, dtype, None if key is None else random_bits(key, leaf, x))
 

@@ -1,5 +1,7 @@
 """`value_and_grad` and `grad`: true gradients from a backward pass with a scaled loss."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
@@ -18,7 +20,7 @@ A = TypeVar("A")
 
 def value_and_grad(
     fun: Callable[P, R],
-    loss_scale: LossScaleLike,
+    loss_scale: LossScaleLike = None,  # type: ignore[assignment]
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     value_and_grad_fn: Callable[..., Callable[..., Any]] = jax.value_and_grad,
@@ -28,7 +30,7 @@ def value_and_grad(
     Args:
         fun: a function that returns a floating loss, shape `()`, or with `has_aux` a pair `(loss, aux)`. The
             loss should be float32, since the scale enters the backward pass in its dtype.
-        loss_scale: the scale of this step; a number is a `StaticLossScale`.
+        loss_scale: the scale of this step; a number is a `StaticLossScale`. It has to be given.
         argnums: which positional arguments to differentiate, in the form that `value_and_grad_fn` takes.
         has_aux: whether `fun` returns `(loss, aux)`.
         value_and_grad_fn: a function with the interface of `jax.value_and_grad`, such as
@@ -111,7 +113,7 @@ def _checked(made_by: str, fun: Any, loss_scale: Any, argnums: Any, value_and_gr
         raise TypeError(
             f"{made_by}(fun, loss_scale): expected a loss scale such as jmp.get_loss_scale(opt_state) or "
             "jmp.DynamicLossScale(), a number, or jmp.NoOpLossScale() for no scale. "
-            f"Got {'a class' if isinstance(loss_scale, type) else type(loss_scale).__name__}."
+            f"Got {_described(loss_scale)}."
         )
 
     if not callable(value_and_grad_fn):
@@ -151,7 +153,7 @@ def grad(
 
 def grad(
     fun: Callable[P, Any],
-    loss_scale: LossScaleLike,
+    loss_scale: LossScaleLike = None,  # type: ignore[assignment]
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     value_and_grad_fn: Callable[..., Callable[..., Any]] = jax.value_and_grad,
@@ -191,6 +193,11 @@ class _LossAndAux(NamedTuple):
 
     loss: Any
     aux: Any
+
+
+def _described(given: Any) -> str:
+    """Returns what was given in place of a loss scale."""
+    return "none" if given is None else "a class" if isinstance(given, type) else type(given).__name__
 
 
 _FUNCTIONS = {"flax": "nnx.value_and_grad", "equinox": "eqx.filter_value_and_grad"}

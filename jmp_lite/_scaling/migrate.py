@@ -1,5 +1,7 @@
 """Going on from an old optimizer state, under the settings and dtypes of another script: `migrate_state`."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -19,6 +19,7 @@ def unscale() -> optax.GradientTransformationExtraArgs:
         updates, opt_state = tx.update(scaled_grads, opt_state, params, loss_scale=loss_scale)
 
     Gradients from `jmp.value_and_grad` and `jmp.grad` are unscaled already, so leave `unscale` out for them.
+    Arrays do not show that they were divided, so nothing can notice that they are divided twice.
 
     Returns:
         A transform whose `update` needs the argument `loss_scale`, the scale that scaled these gradients,

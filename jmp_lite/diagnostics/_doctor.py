@@ -1,5 +1,7 @@
 """Runs all diagnostics, and writes one page: `doctor`."""
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 import os

@@ -39,7 +39,7 @@ SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "precision", "speed")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One fault.
+    """One problem that `doctor` found: what it is, where, and what to do.
 
     Attributes:
         severity: `not finite`, `accuracy`, `precision` or `speed`.

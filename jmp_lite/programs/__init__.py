@@ -4,13 +4,13 @@
 bytes and collectives of a compiled step, and `roofline` estimates its time. Nothing is run.
 
 The files, in the reading order: `_hlo` (parses the text that XLA prints), `_traffic` (the bytes of a kernel),
-`_products` (matrix products and their dtypes), `_program` (the report), `_read` (reads a program), `_gpus`
+`_matmuls` (matmuls and their dtypes), `_program` (the report), `_read` (reads a program), `_gpus`
 (data sheets and descriptions), `_compile`, `_roofline`.
 """
 
 from ._compile import compile_for as compile_for
 from ._compile import mesh_for as mesh_for
-from ._products import Product as Product
+from ._matmuls import Matmul as Matmul
 from ._program import Collective as Collective
 from ._program import Launch as Launch
 from ._program import Program as Program

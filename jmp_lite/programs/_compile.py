@@ -101,8 +101,8 @@ def compile_for(
         ```python
         w = jax.ShapeDtypeStruct((512, 512), jnp.float16)
         compiled = compile_for("h100", lambda w, x: jnp.tanh(x @ w), w, w)
-        (product,) = read_program(compiled).products
-        assert product.on_tensor_cores and product.arithmetic == "f16"
+        (matmul,) = read_program(compiled).matmuls
+        assert matmul.on_tensor_cores and matmul.arithmetic == "f16"
         print(roofline(read_program(compiled), "h100"))
         ```
     """

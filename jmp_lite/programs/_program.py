@@ -1,11 +1,11 @@
-"""The report of `read_program`: products and their dtypes, kernels, bytes, memory, collectives."""
+"""The report of `read_program`: matmuls and their dtypes, kernels, bytes, memory, collectives."""
 
 import dataclasses
 from collections.abc import Iterator
 
 from .._text import Shown, aligned
 from ._hlo import HloArray
-from ._products import Product
+from ._matmuls import Matmul
 
 _WIDE = ("tf32", "tf32_x3", "f32", "f64", "c64", "c128")
 
@@ -78,7 +78,7 @@ class Program(Shown):
 
     Attributes:
         device: the kind of device for which it was compiled.
-        products: the matmuls, convolutions and attentions, in the order of the program.
+        matmuls: the matmuls, convolutions and attentions, in the order of the program.
         collectives: the communications between devices.
         launches: the kernels and library calls, in the order of the program.
         kernels: how many kernels and library calls one run starts, in every iteration of its loops.
@@ -98,7 +98,7 @@ class Program(Shown):
     """
 
     device: str
-    products: tuple[Product, ...]
+    matmuls: tuple[Matmul, ...]
     collectives: tuple[Collective, ...]
     launches: tuple[Launch, ...]
     kernels: int
@@ -112,13 +112,13 @@ class Program(Shown):
 
     @property
     def tensor_core_share(self) -> float:
-        """The share of the products' FLOPs on Tensor Cores in 16 bits or less; 1 without products."""
+        """The share of the matmuls' FLOPs on Tensor Cores in 16 bits or less; 1 without matmuls."""
 
         # TF32 is rounded float32: it runs on Tensor Cores at half of their rate in 16 bits.
-        def in_half(product):
-            return product.on_tensor_cores and not product.arithmetic.startswith("tf32")
+        def in_half(matmul):
+            return matmul.on_tensor_cores and not matmul.arithmetic.startswith("tf32")
 
-        flops = [(product.flops * product.times, in_half(product)) for product in self.products]
+        flops = [(matmul.flops * matmul.times, in_half(matmul)) for matmul in self.matmuls]
         total = sum(count for count, _ in flops)
         return sum(count for count, half in flops if half) / total if total else 1.0
 
@@ -127,11 +127,11 @@ class Program(Shown):
 
 
 def _lines(program: Program) -> Iterator[str]:
-    yield from _lines_of_products(program)
-    share = f"{program.tensor_core_share:.1%} of the products' FLOPs in 16 bits on Tensor Cores"
+    yield from _lines_of_matmuls(program)
+    share = f"{program.tensor_core_share:.1%} of the matmuls' FLOPs in 16 bits on Tensor Cores"
     if program.device == "cpu":
         share = "a CPU computes half precision by way of float32; see compile_for for the program of a GPU"
-    yield f"on {program.device}: {share if program.products else 'no products'}"
+    yield f"on {program.device}: {share if program.matmuls else 'no matmuls'}"
     yield f"{program.kernels:,} kernels and library calls, {_megabytes(program.bytes_moved)} read and written"
     yield (
         f"memory: {_megabytes(program.argument_bytes)} arguments, {_megabytes(program.output_bytes)} outputs "
@@ -144,26 +144,26 @@ def _lines(program: Program) -> Iterator[str]:
         yield f"{collective.times:>6}  {collective.kind} of {size} in {dtypes}"
 
 
-def _lines_of_products(program: Program) -> Iterator[str]:
-    # A row for all products of one kind in the same dtypes: a model has hundreds.
-    rows: dict[tuple[str, ...], list[Product]] = {}
-    for product in program.products:
-        inputs = " x ".join(array.dtype for array in product.operands)
-        key = (product.kind, inputs, product.arithmetic, product.accumulation, product.result.dtype)
-        rows.setdefault(key, []).append(product)
+def _lines_of_matmuls(program: Program) -> Iterator[str]:
+    # A row for all matmuls of one kind in the same dtypes: a model has hundreds.
+    rows: dict[tuple[str, ...], list[Matmul]] = {}
+    for matmul in program.matmuls:
+        inputs = " x ".join(array.dtype for array in matmul.operands)
+        key = (matmul.kind, inputs, matmul.arithmetic, matmul.accumulation, matmul.result.dtype)
+        rows.setdefault(key, []).append(matmul)
     table: list[tuple[str, ...]] = [
-        ("product", "operands", "multiplies", "adds in", "result", "runs", "GFLOP")
+        ("matmul", "operands", "multiplies", "adds in", "result", "runs", "GFLOP")
     ]
-    for words, products in rows.items():
-        flops = sum(product.flops * product.times for product in products) / 1e9
-        table.append((*words, str(sum(product.times for product in products)), f"{flops:,.1f}"))
+    for words, matmuls in rows.items():
+        flops = sum(matmul.flops * matmul.times for matmul in matmuls) / 1e9
+        table.append((*words, str(sum(matmul.times for matmul in matmuls)), f"{flops:,.1f}"))
     yield from aligned(table, left=5) if rows else ()
     # If all of them are wide, the program is not in half, and a list of them would say nothing.
-    wide = [product for product in program.products if product.arithmetic in _WIDE]
-    if wide and len(wide) < len(program.products):
+    wide = [matmul for matmul in program.matmuls if matmul.arithmetic in _WIDE]
+    if wide and len(wide) < len(program.matmuls):
         yield "in float32 or wider:"
-        for product in wide[:8]:
-            yield f"    {product.operation}  {' x '.join(map(str, product.operands))}"
+        for matmul in wide[:8]:
+            yield f"    {matmul.operation}  {' x '.join(map(str, matmul.operands))}"
         if len(wide) > 8:
             yield f"    and {len(wide) - 8} more"
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ._hlo import Computation, Instruction, parse
-from ._products import operation_of, products_of
+from ._matmuls import matmuls_of, operation_of
 from ._program import Collective, Launch, Program
 from ._traffic import bytes_of
 
@@ -40,7 +40,7 @@ def read_program(compiled: Any) -> Program:
     Examples:
         >>> x = jnp.ones((8, 8), jnp.bfloat16)
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(x).compile())
-        >>> [(product.kind, product.flops) for product in program.products]
+        >>> [(matmul.kind, matmul.flops) for matmul in program.matmuls]
         [('gemm', 1024)]
     """
     compiled = getattr(compiled, "compiled", compiled)  # `nnx.jit` wraps what `jax.jit` has compiled.
@@ -57,21 +57,21 @@ def _read(text: str, memory: Any, device: Any) -> Program:
     def size(name):
         return getattr(memory, f"{name}_size_in_bytes", 0)
 
-    products, collectives, launches, syncs = [], [], [], []
+    matmuls, collectives, launches, syncs = [], [], [], []
     conditionals = 0
     for instruction, times in _executed(parse(text), 1):
-        own = list(products_of(instruction, times, device))
-        products += own
+        own = list(matmuls_of(instruction, times, device))
+        matmuls += own
         conditionals += instruction.opcode == "conditional"
         syncs += _syncs(instruction)
         if instruction.operation in _COLLECTIVES:
             arrays = tuple(array for operand in instruction.operands for array in operand.arrays)
             collectives.append(Collective(instruction.operation, arrays, times, operation_of(instruction)))
         elif _runs(instruction):
-            launches.append(_launch(instruction, sum(product.flops for product in own), times))
+            launches.append(_launch(instruction, sum(matmul.flops for matmul in own), times))
     return Program(
         device=device.device_kind,
-        products=tuple(products),
+        matmuls=tuple(matmuls),
         collectives=tuple(collectives),
         launches=tuple(launches),
         kernels=sum(launch.times for launch in launches),

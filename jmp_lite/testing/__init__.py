@@ -5,10 +5,10 @@
 `assert_same_on_all_hosts`: that the processes of a run hold the same values.
 `assert_skips_nonfinite`: that a train step leaves its state alone where a batch holds inf or NaN.
 
-The files: `_products`, `_hosts`, `_skips`.
+The files: `_matmuls`, `_hosts`, `_skips`.
 """
 
 from ._hosts import assert_same_on_all_hosts as assert_same_on_all_hosts
-from ._products import assert_precision as assert_precision
-from ._products import assert_tensor_cores as assert_tensor_cores
+from ._matmuls import assert_precision as assert_precision
+from ._matmuls import assert_tensor_cores as assert_tensor_cores
 from ._skips import assert_skips_nonfinite as assert_skips_nonfinite

@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 
 from .._paths import named_leaves
 from .._tree import is_key, is_traced
-from ._products import failure
+from ._matmuls import failure
 
 
 def assert_same_on_all_hosts(tree: Any) -> None:

@@ -18,7 +18,7 @@ from .._scaling.loss_scale import LossScale, is_loss_scale
 from .._scaling.state import SkipNonfiniteState
 from .._text import power
 from .._tree import is_floating, is_key, nodes_of
-from ._products import failure
+from ._matmuls import failure
 
 _failure = functools.partial(failure, "assert_skips_nonfinite")
 

@@ -23,7 +23,7 @@ def square(dtype, result, arithmetic, accumulation, tensor_cores, operation="dot
 @pytest.mark.parametrize("version", VERSIONS)
 def test_matrix_products_of_every_dtype_and_precision(version):
     """Of float32, the precisions asked for are the default, HIGHEST, and DotAlgorithmPreset.F32_F32_F32."""
-    products = h100("products", version).products
+    products = h100("products", version).matmuls
     assert sorted(map(row, products)) == sorted(
         [
             square("f16", "f16", "f16", "f32", True, 'a{b}"c/dot_general'),
@@ -63,7 +63,7 @@ def test_algorithms_of_products_in_xlas_own_kernels():
         )
 
     found = h100("triton")
-    assert sorted(map(row, found.products)) == sorted(
+    assert sorted(map(row, found.matmuls)) == sorted(
         [
             split("f32", 8, "bf16"),
             split("f32", 16, "bf16_x3"),
@@ -79,7 +79,7 @@ def test_algorithms_of_products_in_xlas_own_kernels():
 )
 def test_convolutions_forward_and_backward(name, dtype, tensor_cores):
     """With strides of 2; in float32 only the kernel's precision is HIGHEST, which holds for both."""
-    forward, to_kernel, to_images = h100(name).products
+    forward, to_kernel, to_images = h100(name).matmuls
     images, kernel, out = f"{dtype}[8,33,33,64]", f"{dtype}[128,3,3,64]", f"{dtype}[8,16,16,128]"
     flops = 2 * (8 * 16 * 16 * 128) * (3 * 3 * 64)
     same = (dtype, "f32", tensor_cores, flops, 1)
@@ -95,7 +95,7 @@ def test_convolutions_forward_and_backward(name, dtype, tensor_cores):
 
 def test_attention_forward_and_backward():
     """Two sequences of 256, four heads of 64: two products forward, four backward."""
-    forward, backward = h100("attention").products
+    forward, backward = h100("attention").matmuls
     operands, result = " ".join(["bf16[2,256,4,64]"] * 3), "bf16[2,4,256,64]"
     product = 2 * 2 * 4 * 256 * 256 * 64
     expected = ("attention", "__cudnn$fmhaSoftmax", operands, result, "bf16", "f32", True, 2 * product, 1)
@@ -112,7 +112,7 @@ def test_a_library_that_does_not_say_what_it_sums_has_no_flops():
         "backend_config={tile = 64 : i32}",
         '  ROOT %b = () custom-call(), custom_call_target="deep_gemm_setup"',
     )
-    assert [(each.target, each.flops, each.arithmetic) for each in found.products] == [
+    assert [(each.target, each.flops, each.arithmetic) for each in found.matmuls] == [
         ("deep_gemm", 0, "bf16")
     ]
     assert found.kernels == 2
@@ -129,8 +129,8 @@ def test_a_matrix_product_on_the_cpu():
 
     found = program(layer, x((64, 128), f32), x((128, 256), f32))
     kept = ("f32[64,128] f32[128,256]", "f32[64,256]", "f32", "f32", False, 2 * 64 * 128 * 256, 1)
-    assert row(found.products[0]) == ("gemm", "dot", *kept, "Dense_0/dot_general")
-    assert len(found.products) == 1
+    assert row(found.matmuls[0]) == ("gemm", "dot", *kept, "Dense_0/dot_general")
+    assert len(found.matmuls) == 1
     assert found.device == "cpu"
     assert found.tensor_core_share == 0
     assert found.bytes_moved == 4 * (64 * 128 + 128 * 256 + 64 * 256)
@@ -140,7 +140,7 @@ def test_a_matrix_product_on_the_cpu():
 def test_dtypes_of_products_on_the_cpu(dtype):
     with jax.enable_x64(True):
         dot = lambda a, b: lax.dot(a, b, preferred_element_type=jnp.int32 if dtype == jnp.int8 else None)
-        (product,) = program(dot, x((8, 16), dtype), x((16, 4), dtype)).products
+        (product,) = program(dot, x((8, 16), dtype), x((16, 4), dtype)).matmuls
     names = {jnp.int8: ("s8", "s32"), jnp.float64: ("f64", "f64"), jnp.complex64: ("c64", "c64")}
     assert (product.arithmetic, product.accumulation) == names[dtype]
     assert product.result == HloArray(names[dtype][1], (8, 4))
@@ -156,7 +156,7 @@ def test_all_convolutions_of_a_gradient_have_as_many_flops(strides):
     found = program(grads, x((4, 16, 16, 8), f32), x((3, 3, 8, 32), f32))
     out = 4 * (16 // strides) ** 2 * 32
     expected = ("convolution", "f32", "f32", 2 * out * 3 * 3 * 8)
-    assert [(p.kind, p.arithmetic, p.accumulation, p.flops) for p in found.products] == [expected] * 3
+    assert [(p.kind, p.arithmetic, p.accumulation, p.flops) for p in found.matmuls] == [expected] * 3
 
 
 def block_scaled(operand, scale, result):
@@ -179,7 +179,7 @@ def block_scaled(operand, scale, result):
 def test_block_scaled_products(operand, scale, result):
     """MXFP8 and NVFP4. The operands with the scales of the blocks are no part of the product."""
     blocks = block_scaled(operand, scale, result)
-    (product,) = blocks.products
+    (product,) = blocks.matmuls
     operands = f"{operand}[4,128,256] {operand}[4,512,256]"
     flops = 2 * 4 * 128 * 512 * 256
     assert row(product) == (
@@ -196,5 +196,5 @@ def test_block_scaled_products(operand, scale, result):
 def test_a_gpu_before_the_a100_has_no_tf32(capability, arithmetic):
     text = (PROGRAMS / f"products-{VERSIONS[-1]}.txt").read_text()
     gpu = types.SimpleNamespace(platform="cuda", device_kind="a GPU", compute_capability=capability)
-    default = [p.arithmetic for p in _read(text, None, gpu).products if str(p.operands[0]) == "f32[64,128]"]
+    default = [p.arithmetic for p in _read(text, None, gpu).matmuls if str(p.operands[0]) == "f32[64,128]"]
     assert sorted(default) == sorted([arithmetic, "f32", "f32"])

@@ -15,8 +15,8 @@ from tests.support.compiled_programs import H100, LT, PROGRAMS, VERSIONS, entry,
 def test_loops_of_an_h100(version):
     """Five times three, a loop whose length nobody knows, and a conditional."""
     found = h100("loops", version)
-    assert [each.times for each in found.products] == [15, 1, 1]
-    assert {each.flops for each in found.products} == {2 * 64**3}
+    assert [each.times for each in found.matmuls] == [15, 1, 1]
+    assert {each.flops for each in found.matmuls} == {2 * 64**3}
     assert found.conditionals == 1
     assert found.host_syncs == ("while, of a length that the device decides", "conditional")
 
@@ -25,8 +25,8 @@ def test_a_scan_counts_as_often_as_it_runs():
     once = program(lambda x: jnp.tanh(x @ x), x((32, 32), f32))
     step = lambda x, _: (jnp.tanh(x @ x), None)
     seven, nine = (program(lambda x, n=n: lax.scan(step, x, length=n)[0], x((32, 32), f32)) for n in (7, 9))
-    assert ([p.times for p in seven.products], [p.times for p in nine.products]) == ([7], [9])
-    assert seven.products[0].flops == once.products[0].flops == 2 * 32**3
+    assert ([p.times for p in seven.matmuls], [p.times for p in nine.matmuls]) == ([7], [9])
+    assert seven.matmuls[0].flops == once.matmuls[0].flops == 2 * 32**3
     # Beside the step a loop adds to its counter and compares it.
     assert nine.kernels - seven.kernels == 2 * (once.kernels + 2)
     assert 0 < nine.bytes_moved - seven.bytes_moved - 2 * once.bytes_moved < 2 * 64
@@ -44,7 +44,7 @@ def test_a_scan_moves_a_slice_an_iteration_of_what_it_reads_and_writes(version):
     start = 2 * whole + 2 * index + 6 * whole  # x and the counter are copied, the outputs are zeroed.
     assert found.bytes_moved == 6 * (product + tanh + count + compare + copies) + start
     assert found.kernels == 6 * (4 + 2 * (version == "0.10.2")) + 3
-    assert [(each.times, each.flops) for each in found.products] == [(6, 2 * 64**3)]
+    assert [(each.times, each.flops) for each in found.matmuls] == [(6, 2 * 64**3)]
 
 
 def test_a_while_loop_of_unknown_length_is_a_host_sync_and_counted_once():
@@ -52,7 +52,7 @@ def test_a_while_loop_of_unknown_length_is_a_host_sync_and_counted_once():
         return lax.while_loop(lambda x: x.sum() < 10, lambda x: jnp.tanh(x @ x), x)
 
     found = program(loop, x((8, 8), f32))
-    assert [each.times for each in found.products] == [1]
+    assert [each.times for each in found.matmuls] == [1]
     assert found.host_syncs == ("while, of a length that the device decides",)
     assert found.conditionals == 0
 
@@ -62,14 +62,14 @@ def test_a_conditional_counts_both_branches_and_syncs():
         return lax.cond(p, lambda x: x @ x, lambda x: jnp.tanh(x) @ x, x)
 
     found = program(branches, x((), jnp.bool_), x((8, 8), f32))
-    assert [each.times for each in found.products] == [1, 1]
+    assert [each.times for each in found.matmuls] == [1, 1]
     assert (found.conditionals, found.host_syncs) == (1, ("conditional",))
 
     def branches(i, x):
         return lax.switch(i, [jnp.sin, lambda x: x @ x, jnp.cos], x)
 
     found = program(branches, x((), jnp.int32), x((8, 8), f32))
-    assert (len(found.products), found.conditionals) == (1, 1)
+    assert (len(found.matmuls), found.conditionals) == (1, 1)
 
 
 def test_calls_back_to_python_are_host_syncs():
@@ -216,7 +216,7 @@ def test_an_asynchronous_operation_counts_once():
         "  ROOT %d = f16[64,64] custom-call-done(%u)",
     )
     assert (found.kernels, found.bytes_moved) == (1, 64 * 64 * (4 + 4 + 2))
-    assert [str(each.result) for each in found.products] == ["f16[64,64]"]
+    assert [str(each.result) for each in found.matmuls] == ["f16[64,64]"]
 
 
 # Memory.
@@ -247,4 +247,4 @@ def test_a_step_of_nnx_jit_is_read_whole():
 
     x = jnp.ones((4, 8))
     compiled = nnx.jit(step).lower(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), x).compile()
-    assert [product.kind for product in read_program(compiled).products] == ["gemm", "gemm"]
+    assert [product.kind for product in read_program(compiled).matmuls] == ["gemm", "gemm"]

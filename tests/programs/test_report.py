@@ -87,14 +87,14 @@ ENTRY %main (p: f32[16], q: bf16[16]) -> (f32[16], bf16[16]) {
 def test_the_table_names_the_float32_products_among_half_products():
     lines = str(h100("products")).split("\n")
     words = [" ".join(line.split()) for line in lines]
-    assert words[0] == "product operands multiplies adds in result runs GFLOP"
+    assert words[0] == "matmul operands multiplies adds in result runs GFLOP"
     table = words[1 : lines.index("in float32 or wider:")]
     assert "gemm bf16 x bf16 bf16 f32 bf16 2 0.0" in table
     assert "gemm f8e4m3fn x f8e4m3fn f8e4m3fn f32 f32 1 0.0" in table
     assert len(table) == 7
     assert lines.count("    dot_general  f32[64,128] x f32[64,128]") == 3
     assert lines.count("    dot_general  f64[64,128] x f64[64,128]") == 1
-    share = "on NVIDIA H100 80GB HBM3: 73.3% of the products' FLOPs in 16 bits on Tensor Cores"
+    share = "on NVIDIA H100 80GB HBM3: 73.3% of the matmuls' FLOPs in 16 bits on Tensor Cores"
     assert share in lines
     assert "11 kernels and library calls, 1.03 MB read and written" in lines
 
@@ -121,7 +121,7 @@ def test_all_in_float32_is_not_listed_and_more_than_eight_are_counted():
 def test_the_totals_of_the_text():
     step = lambda x: x * 2
     text = str(program(step, x((500, 500), f32), donate_argnums=0))
-    assert "on cpu: no products" in text
+    assert "on cpu: no matmuls" in text
     assert "1 kernels and library calls, 2.00 MB read and written" in text
     assert "memory: 1.00 MB arguments, 1.00 MB outputs (1.00 MB in place), 0.00 MB temporary" in text
     assert text.endswith("0 conditionals, 0 host syncs")
@@ -175,9 +175,9 @@ def test_the_bytes_of_seven_of_each_dtype(dtype, size):
 
 def test_programs_without_inputs_products_or_outputs():
     constants = program(lambda: (jnp.arange(4.0) * jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.ones((2, 3))))
-    assert (constants.argument_bytes, constants.products, constants.tensor_core_share) == (0, (), 1)
+    assert (constants.argument_bytes, constants.matmuls, constants.tensor_core_share) == (0, (), 1)
     nothing = program(lambda: ())
-    assert (nothing.kernels, nothing.bytes_moved, nothing.products) == (0, 0, ())
+    assert (nothing.kernels, nothing.bytes_moved, nothing.matmuls) == (0, 0, ())
     nested = program(lambda tree: jax.tree.map(jnp.sin, tree), {"a": (x((3,), f32), [x((), f32)])})
     assert nested.bytes_moved == 2 * (12 + 4)
 
@@ -198,5 +198,5 @@ def test_any_scope_is_read_back(name):
         with jax.named_scope(name):
             return x @ jnp.tanh(x)
 
-    (product,) = program(step, x((8, 8), f32)).products
-    assert product.operation == f"{name}/dot_general"
+    (matmul,) = program(step, x((8, 8), f32)).matmuls
+    assert matmul.operation == f"{name}/dot_general"

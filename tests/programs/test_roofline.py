@@ -175,7 +175,7 @@ def test_the_launches_of_a_program_add_up_to_it():
     assert sum(each.times for each in found.launches) == found.kernels > 4
     assert sum(each.times * each.bytes_moved for each in found.launches) == found.bytes_moved
     flops = sum(each.times * each.flops for each in found.launches)
-    assert flops == sum(each.times * each.flops for each in found.products) > 0
+    assert flops == sum(each.times * each.flops for each in found.matmuls) > 0
     assert {"up", "down"} <= {row.module for row in roofline(found, depth=1).modules}
 
 

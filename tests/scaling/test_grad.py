@@ -240,7 +240,9 @@ def test_a_loss_that_is_no_floating_scalar_is_a_type_error(fun, has_aux, message
 def test_the_scale_is_required_and_the_arguments_of_jax_follow_in_their_order(transformed):
     parameters = inspect.signature(transformed).parameters
     assert list(parameters)[:4] == ["fun", "loss_scale", "argnums", "has_aux"]
-    assert [name for name, p in parameters.items() if p.default is p.empty] == ["fun", "loss_scale"]
+    said = rf"{transformed.__name__}\(fun, loss_scale\).*jmp\.get_loss_scale\(opt_state\).* Got none\."
+    with pytest.raises(TypeError, match=said):
+        transformed(square_loss)
 
 
 def test_python_and_numpy_floats_are_losses():

@@ -1,8 +1,7 @@
 """The operations of torch.autocast's CUDA lists, what each is in JAX, and where ours runs it.
 
 https://pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float16 and the two lists after it. The
-table of docs/autocast.md is made of `ROWS`. `tests/autocast/test_operation_lists.py` compares both with
-autocast.
+table of docs/operation-lists.md is made of `ROWS`; `tests/autocast/test_operation_lists.py` compares both.
 
 In the expressions `x` and `w` are float32 arguments, `y` is a product of them (half by then), `z` another;
 what an expression gives goes into one more product, which wants it in half; a loss is a scalar.
@@ -75,7 +74,7 @@ ROWS = (
             "GRUCell": "jax.nn.sigmoid(x @ w) * jnp.tanh(y @ w)",
             "scaled_dot_product_attention": "attention(y)",
         },
-        why="the products; a carry of `lax.scan` keeps its float32, a softmax runs in float32",
+        why="the matmuls; a carry of `lax.scan` keeps its float32, a softmax runs in float32",
         decisive=PRODUCT,
     ),
     Row(
@@ -195,7 +194,7 @@ ROWS = (
         "widest",
         "half",
         {"tensordot": "jnp.tensordot(x, w, 1)", "bilinear": "jnp.einsum('bi,ij,bj->bi', x, w, x)"},
-        why="products like any other",
+        why="matmuls like any other",
         decisive=PRODUCT,
     ),
     Row("widest", "widest", {"grid_sample": "sample(y)"}, why="what it reads", decisive=("gather",)),
@@ -217,8 +216,8 @@ ROWS = (
 
 
 def table(library: str, rows: Sequence[Row]) -> str:
-    """Returns rows as docs/autocast.md shows them."""
-    lines = [f"| {library} | there | here | |", "| --- | --- | --- | --- |"]
+    """Returns rows as docs/operation-lists.md shows them."""
+    lines = [f"| Operations | {library} | jmp_lite | Note |", "| --- | --- | --- | --- |"]
     for row in rows:
         names = " ".join(f"`{name}`" for name in row.names)
         lines.append(f"| {names} | {row.there} | {row.here} | {row.why} |")

@@ -37,7 +37,7 @@ PORT = Port(
     packages="einops ml_collections mlxu 'transformers<5'",
     note=(
         "autocast wraps the model, not the loss, because the loss draws keys from a [stateful "
-        "generator](questions.md#why-do-i-get-an-unexpectedtracererror-or-a-tracecontexterror)."
+        "generator](../../docs/questions.md#why-do-i-get-an-unexpectedtracererror-or-a-tracecontexterror)."
     ),
 )
 OTHERS = ()

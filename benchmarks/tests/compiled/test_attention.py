@@ -34,7 +34,7 @@ def small(model, way):
 @pytest.mark.parametrize("way", FUSED)
 @pytest.mark.parametrize("model", MODELS)
 def test_attention_is_a_call_of_cudnn_forwards_and_backwards(model, way):
-    kinds = [product.kind for product in small(model, way).products for _ in range(product.times)]
+    kinds = [product.kind for product in small(model, way).matmuls for _ in range(product.times)]
     assert kinds.count("attention") == 2 * SMALL[model]["layers"]
     assert small(model, way).tensor_core_share == 1.0
     assert small(model, way).bytes_moved < 0.85 * small(model, "autocast").bytes_moved
@@ -92,7 +92,7 @@ def test_cudnn_has_a_kernel_for_each_kind_of_mask_that_moves_less(name):
         read_program(compile_for_gpu(gradient, *shapes))
         for gradient, shapes in (program_of(change, bias), program_of(change, bias, fuse=lambda fun: fun))
     )
-    assert [product.kind for product in ours.products].count("attention") == 2
+    assert [product.kind for product in ours.matmuls].count("attention") == 2
     assert ours.bytes_moved < 0.7 * plain.bytes_moved
 
 

@@ -61,4 +61,4 @@ def test_under_fsdp_the_weights_cross_in_fp8(order):
     program = read_program(compile_for("h100", jitted, params, x, mesh=mesh))
     gathers = [c for c in program.collectives if c.kind == "all-gather" and c.size > 100_000]
     assert {dtype for gather in gathers for dtype in gather.dtypes} == {"f8e4m3fn"}
-    assert sum(product.arithmetic.startswith("f8") for product in program.products) == 5
+    assert sum(product.arithmetic.startswith("f8") for product in program.matmuls) == 5

@@ -235,7 +235,7 @@ def test_a_jitted_step_is_compiled_as_it_is():
     w, x = jnp.ones((64, 64), jnp.float16), jax.ShapeDtypeStruct((64, 64), jnp.float16)
     program = read_program(compile_for("h100", step, w, x, "w"))
     assert program.device == "NVIDIA H100 80GB HBM3"
-    assert [product.arithmetic for product in program.products] == ["f16"]
+    assert [product.arithmetic for product in program.matmuls] == ["f16"]
     assert program.aliased_bytes == w.nbytes
     assert f"on {program.device}: 100.0%" in str(program)
 
@@ -253,7 +253,7 @@ def test_which_setting_of_jax_makes_a_float32_product_tf32(setting, arithmetic):
     matrix = jnp.ones((512, 512))
     with jax.default_matmul_precision(setting):
         program = read_program(compile_for("h100", jax.jit(jnp.matmul), matrix, matrix))
-    assert [product.arithmetic for product in program.products] == [arithmetic]
+    assert [product.arithmetic for product in program.matmuls] == [arithmetic]
 
 
 # One forward and two backward: six in the block, and the head.
@@ -269,13 +269,13 @@ def test_every_gemm_takes_half_and_the_step_moves_at_most_the_bytes_of_casts_by_
         )
 
     full, hand, *ways = (program(casts) for casts in ("none", "by hand", "policy", "autocast"))
-    assert len(hand.products) == len(full.products) == PRODUCTS
+    assert len(hand.matmuls) == len(full.matmuls) == PRODUCTS
     assert full.tensor_core_share == 0
-    assert {product.arithmetic for product in full.products} == {"tf32"}
+    assert {product.arithmetic for product in full.matmuls} == {"tf32"}
     for ours in ways:
-        assert len(ours.products) == PRODUCTS
-        assert {array.dtype for product in ours.products for array in product.operands} == {"f16"}
-        assert {(product.arithmetic, product.accumulation) for product in ours.products} == {("f16", "f32")}
+        assert len(ours.matmuls) == PRODUCTS
+        assert {array.dtype for product in ours.matmuls for array in product.operands} == {"f16"}
+        assert {(product.arithmetic, product.accumulation) for product in ours.matmuls} == {("f16", "f32")}
         assert ours.tensor_core_share == 1
         assert ours.bytes_moved <= 1.01 * hand.bytes_moved < full.bytes_moved
         assert ours.temporary_bytes <= 1.01 * hand.temporary_bytes < full.temporary_bytes
@@ -420,10 +420,10 @@ def test_float32_logits_of_half_operands_cost_the_bytes_of_wider_logits_and_no_k
     """docs/autocast.md has the table. The logits are written once and read three times, 2 bytes wider."""
     half, wide = (float32_results.measure(arm) for arm in list(float32_results.ARMS)[:2])
     logits = float32_results.TOKENS * float32_results.WORDS
-    assert {(product.arithmetic, product.on_tensor_cores) for product in wide.program.products} == {
+    assert {(product.arithmetic, product.on_tensor_cores) for product in wide.program.matmuls} == {
         ("bf16", True)
     }
-    assert len(wide.program.products) == len(half.program.products) == 3
+    assert len(wide.program.matmuls) == len(half.program.matmuls) == 3
     assert wide.program.kernels == half.program.kernels
     assert wide.program.bytes_moved - half.program.bytes_moved == pytest.approx(8 * logits, rel=0.01)
     assert wide.error < 1e-4 < 0.1 < half.error

@@ -41,7 +41,7 @@ def product(x, w):
 @pytest.mark.parametrize("dtype", AMPERE)
 def test_the_dtype_in_which_each_gpu_multiplies(device, dtype):
     program = read_program(compile_for(device, product, shape((256, 512), dtype), shape((512, 512), dtype)))
-    (gemm,) = program.products
+    (gemm,) = program.matmuls
     assert gemm.arithmetic == ARITHMETIC[device][dtype]
     assert gemm.on_tensor_cores == (gemm.arithmetic != "f32")
     assert gemm.flops == 2 * 256 * 512 * 512
@@ -82,7 +82,7 @@ def test_a_block_scaled_product(device, name, target, arithmetic):
 
     compiled = compile_for(device, multiply, shape((128, 256), BFLOAT16), shape((256, 512), BFLOAT16))
     program = read_program(compiled)
-    (gemm,) = program.products
+    (gemm,) = program.matmuls
     assert gemm.target == target or target is None
     assert (gemm.kind, gemm.arithmetic, gemm.on_tensor_cores) == ("gemm", arithmetic, True)
     assert gemm.flops == 2 * 128 * 256 * 512

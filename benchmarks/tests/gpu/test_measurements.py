@@ -47,7 +47,7 @@ def test_products_are_counted_by_what_runs_them_and_those_without_a_name_are_see
         target=target, arithmetic=arithmetic, times=times, operation=operation
     )
     program = types.SimpleNamespace(
-        products=[
+        matmuls=[
             product("dot", "f16", 12, "step/dot"),
             product("cublas", "f16", 2, "a"),
             product("dot", "f16", 1, ""),

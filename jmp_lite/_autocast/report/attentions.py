@@ -16,7 +16,7 @@ from .operations import known
 
 @dataclasses.dataclass(frozen=True)
 class AutocastAttention:
-    """A softmax between two matmuls.
+    """One attention that `explain` found, and whether it is fused: a softmax between two matmuls.
 
     Attributes:
         fused: whether `fuse_attention` runs it as flash attention.

@@ -1,5 +1,7 @@
 """What autocast does to every operation, and why: `explain`."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import functools

@@ -117,7 +117,7 @@ def _range(extent: tuple[float, float] | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A change to the program that the report has tried, and its effect.
+    """A remedy that `find_nonfinite` has run: the change to the program, and the error that remains.
 
     Attributes:
         change: what to write, in the notation of the program: a loss scale, rules of autocast, the casts to

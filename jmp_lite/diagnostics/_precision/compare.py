@@ -1,5 +1,7 @@
 """Measures the accuracy that each module costs in half: `compare_precision`."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable

@@ -35,7 +35,9 @@ _OF_VALUES, _OF_DIGITS = 0.001, 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Fates:
-    """How many values a half dtype keeps and loses at one scale. The counts add up to all values.
+    """How many values of an array a half dtype keeps, flushes to zero or overflows, at one loss scale.
+
+    The counts add up to all values.
 
     Attributes:
         zeros: zero already.
@@ -75,7 +77,7 @@ class Fates:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Magnitudes:
-    """The magnitudes of some values.
+    """A histogram of the exponents of an array, from which `fates` counts what a loss scale would lose.
 
     Attributes:
         dtype: the half dtype for which the edges are counted.

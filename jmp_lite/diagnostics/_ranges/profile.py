@@ -1,5 +1,7 @@
 """How much half precision loses, and which loss scale recovers it: `profile_ranges`, and its report."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import math

@@ -1,4 +1,6 @@
-"""Assertions about the products of a function and of a compiled program."""
+"""Assertions about the matmuls of a function and of a compiled program."""
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,22 +17,22 @@ from ..programs._read import read_program
 def assert_precision(
     fun: Callable[..., Any], dtypes: Mapping[str, DTypeLike], /, *args: Any, **kwargs: Any
 ) -> None:
-    """Asserts in which dtype every product of a function runs.
+    """Asserts in which dtype every matmul of a function runs.
 
-    It traces `fun` and computes nothing. It reads the products as they run, under `autocast`, a policy or
+    It traces `fun` and computes nothing. It reads the matmuls as they run, under `autocast`, a policy or
     casts by hand, and in the gradients of all these.
 
     Args:
         fun: any function that JAX can trace: a loss, `jax.grad(autocast(loss_fn))`, a train step.
         dtypes: a dtype for each pattern over scopes and argument paths, as in the `rules` of `autocast`. The
-            first pattern that matches a product decides. The dtype of a product is that of its operands. The
-            product that makes the gradient of a weight does not take the weight, so select it by its scope.
+            first pattern that matches a matmul decides. The dtype of a matmul is that of its operands. The
+            matmul that makes the gradient of a weight does not take the weight, so select it by its scope.
         args: the arguments of `fun`. A `jax.ShapeDtypeStruct` may stand for an array.
         kwargs: those that it takes by name.
 
     Raises:
-        AssertionError: a product runs in another dtype, or no pattern matches it, or a pattern
-            decides about no product. The message lists each product with its dtypes, scope, line and reason.
+        AssertionError: a matmul runs in another dtype, or no pattern matches it, or a pattern
+            decides about no matmul. The message lists each matmul with its dtypes, scope, line and reason.
         ValueError, TypeError: `dtypes` is not a mapping of patterns to dtypes, or is empty; or the arguments
             are not those of `fun`.
 
@@ -60,32 +62,32 @@ def assert_precision(
     _check([row for row in _report(fun, args, kwargs) if row.is_product], wanted)
 
 
-def _check(products: Sequence[AutocastOperation], wanted: Mapping[str, str]) -> None:
-    """Raises an AssertionError if a product is not in the dtype of the first pattern that matches it."""
+def _check(matmuls: Sequence[AutocastOperation], wanted: Mapping[str, str]) -> None:
+    """Raises an AssertionError if a matmul is not in the dtype of the first pattern that matches it."""
 
     def selects(pattern, row):
         return any(matches(pattern, path) for path in (row.scope, *row.arguments))
 
-    used = [next((p for p in wanted if selects(p, product)), None) for product in products]
-    faults = (_fault(product, pattern, wanted) for product, pattern in zip(products, used))
+    used = [next((p for p in wanted if selects(p, matmul)), None) for matmul in matmuls]
+    faults = (_fault(matmul, pattern, wanted) for matmul, pattern in zip(matmuls, used))
     wrong = list(filter(None, faults))
-    unused = [f"the pattern '{p}' decides about no product." for p in wanted if p not in used]
+    unused = [f"the pattern '{p}' decides about no matmul." for p in wanted if p not in used]
     if unused:
-        scopes = ", ".join(sorted({product.module or "/" for product in products})) or "none"
-        unused.append(f"The modules with products are: {scopes}.")
+        scopes = ", ".join(sorted({matmul.module or "/" for matmul in matmuls})) or "none"
+        unused.append(f"The modules with matmuls are: {scopes}.")
     if wrong or unused:
-        summary = f"{len(wrong)} of {len(products)} products are not as asserted"
+        summary = f"{len(wrong)} of {len(matmuls)} matmuls are not as asserted"
         raise failure("assert_precision", summary, [*wrong, *unused])
 
 
-def _fault(product: AutocastOperation, pattern: str | None, wanted: Mapping[str, str]) -> str:
-    """Returns in which way a product is not in the dtype of its pattern; empty if it is."""
-    dtype = " x ".join(dict.fromkeys(operand.dtype.name for operand in product.operands[:2]))
+def _fault(matmul: AutocastOperation, pattern: str | None, wanted: Mapping[str, str]) -> str:
+    """Returns in which way a matmul is not in the dtype of its pattern; empty if it is."""
+    dtype = " x ".join(dict.fromkeys(operand.dtype.name for operand in matmul.operands[:2]))
     if pattern is None:
-        return f"{dtype}; no pattern matches it: {_described(product)}"
+        return f"{dtype}; no pattern matches it: {_described(matmul)}"
     if dtype == wanted[pattern]:
         return ""
-    return f"{dtype}, not the {wanted[pattern]} of '{pattern}': {_described(product)}"
+    return f"{dtype}, not the {wanted[pattern]} of '{pattern}': {_described(matmul)}"
 
 
 def _report(
@@ -101,23 +103,23 @@ def _report(
     return explain(as_it_runs, "float32")(*args, **kwargs).operations
 
 
-def _described(product: AutocastOperation) -> str:
-    operands = f"{' '.join(product.inputs)} -> {' '.join(product.outputs)}"
-    where = f"in {product.module or '/'}, {shortened(product.source)}"
-    return f"{product.name} {operands}\n    {where}\n    {product.reason}"
+def _described(matmul: AutocastOperation) -> str:
+    operands = f"{' '.join(matmul.inputs)} -> {' '.join(matmul.outputs)}"
+    where = f"in {matmul.module or '/'}, {shortened(matmul.source)}"
+    return f"{matmul.name} {operands}\n    {where}\n    {matmul.reason}"
 
 
 def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
-    """Asserts that Tensor Cores run most of the products of a compiled program, in 16 bits or less.
+    """Asserts that Tensor Cores run most of the matmuls of a compiled program, in 16 bits or less.
 
     Args:
         compiled: a compiled step, `jax.jit(step).lower(...).compile()` on an NVIDIA GPU, or
             `programs.compile_for("h100", step, ...)` anywhere; or its `Program`.
-        share: the smallest share of the FLOPs of all products, from 0 to 1.
+        share: the smallest share of the FLOPs of all matmuls, from 0 to 1.
 
     Raises:
-        AssertionError: the share is smaller. The message lists the products that Tensor Cores do not run, or
-            run in TF32, those with most FLOPs first. A program without products fails, too.
+        AssertionError: the share is smaller. The message lists the matmuls that Tensor Cores do not run, or
+            run in TF32, those with most FLOPs first. A program without matmuls fails, too.
         ValueError: the program is not one for an NVIDIA GPU, or `share` is not in 0 to 1.
 
     Examples:
@@ -135,22 +137,22 @@ def assert_tensor_cores(compiled: Any, share: float = 0.99) -> None:
             f"assert_tensor_cores takes a program for an NVIDIA GPU. Got one for {program.device}. "
             "jmp_lite.programs.compile_for('h100', step, *args) compiles one on any machine."
         )
-    if not program.products:
-        raise failure("assert_tensor_cores", "the program has no products")
+    if not program.matmuls:
+        raise failure("assert_tensor_cores", "the program has no matmuls")
     if program.tensor_core_share < share:
 
-        def flops(product):
-            return product.flops * product.times
+        def flops(matmul):
+            return matmul.flops * matmul.times
 
-        def is_other(product):
-            return not product.on_tensor_cores or product.arithmetic.startswith("tf32")
+        def is_other(matmul):
+            return not matmul.on_tensor_cores or matmul.arithmetic.startswith("tf32")
 
-        others = sorted(filter(is_other, program.products), key=flops, reverse=True)
-        total = sum(map(flops, program.products))
+        others = sorted(filter(is_other, program.matmuls), key=flops, reverse=True)
+        total = sum(map(flops, program.matmuls))
         lines = [
-            f"{flops(product) / total:.1%} of the FLOPs: {product.kind} in {product.arithmetic}, "
-            f"{' '.join(map(str, product.operands))}, {product.operation}"
-            for product in others
+            f"{flops(matmul) / total:.1%} of the FLOPs: {matmul.kind} in {matmul.arithmetic}, "
+            f"{' '.join(map(str, matmul.operands))}, {matmul.operation}"
+            for matmul in others
         ]
         summary = f"{program.tensor_core_share:.1%} of the FLOPs are on Tensor Cores in half, not {share:.1%}"
         raise failure("assert_tensor_cores", summary, lines)

@@ -1,4 +1,4 @@
-"""Finds matrix products, convolutions and attentions, and the dtypes in which they multiply and sum."""
+"""Finds matmuls, convolutions and attentions, and the dtypes in which they multiply and sum."""
 
 import dataclasses
 import math
@@ -12,13 +12,13 @@ _HALF = {"f16", "bf16"}
 _EIGHT_BIT = {"s8", "u8"}
 _NARROW_FLOATS = ("f8", "f4")  # The beginnings of f8e4m3fn, f8e5m2, f4e2m1fn, ...
 _NVIDIA = {"gpu", "cuda"}
-# `__cudnn$blockScaledDot`, the product of `jax.nn.scaled_dot_general` on a GPU that has one.
+# `__cudnn$blockScaledDot`, the matmul of `jax.nn.scaled_dot_general` on a GPU that has one.
 _BLOCK_SCALED = "blockscaleddot"
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
-    """A matrix product, convolution or attention.
+class Matmul:
+    """A matmul, convolution or attention.
 
     Attributes:
         kind: `gemm`, `convolution` or `attention`.
@@ -26,18 +26,18 @@ class Product:
         operands: two or three arrays.
         result: the array of the result.
         arithmetic: the dtype of the multiplication: `f16`, `bf16`, `tf32` (float32 rounded to a mantissa of
-            10 bits), `f32`, `f8e4m3fn`, `bf16_x3` (float32 as three products of bfloat16 parts), ...
+            10 bits), `f32`, `f8e4m3fn`, `bf16_x3` (float32 as three matmuls of bfloat16 parts), ...
         accumulation: the dtype of the sums.
         on_tensor_cores: whether an NVIDIA GPU runs it on Tensor Cores.
-        flops: floating point operations of one run; 0 if they are not known. An attention counts two products
+        flops: floating point operations of one run; 0 if they are not known. An attention counts two matmuls
             forward and four backward, without a mask.
         times: how many times it runs.
         operation: the scopes and the JAX operation that it comes from.
 
     Examples:
         >>> program = read_program(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
-        >>> product = program.products[0]
-        >>> product.kind, product.arithmetic, product.flops, product.on_tensor_cores
+        >>> matmul = program.matmuls[0]
+        >>> matmul.kind, matmul.arithmetic, matmul.flops, matmul.on_tensor_cores
         ('gemm', 'f32', 1024, False)
     """
 
@@ -53,22 +53,22 @@ class Product:
     operation: str
 
 
-def products_of(instruction: Instruction, times: int, device: Any) -> Iterator[Product]:
-    """Yields the products of an instruction: itself, or those inside its kernel."""
+def matmuls_of(instruction: Instruction, times: int, device: Any) -> Iterator[Matmul]:
+    """Yields the matmuls of an instruction: itself, or those inside its kernel."""
     if instruction.operation == "fusion":
         for computation in instruction.called("calls"):
             for inner in computation:
-                yield from products_of(inner, times, device)
+                yield from matmuls_of(inner, times, device)
     kind = _kind(instruction)
     operands = tuple(operand.arrays[0] for operand in instruction.operands if operand.arrays)
-    # Further operands are a bias, a sum to add to, or scales: cuBLAS and cuDNN fuse them into the product.
+    # Further operands are a bias, a sum to add to, or scales: cuBLAS and cuDNN fuse them into the matmul.
     operands = operands[: 3 if kind == "attention" else 2]
     results = instruction.results
     if kind is None or not operands or not results:
         return
     arithmetic, accumulation = _precision(instruction, operands, device)
     narrow = arithmetic.startswith((*_HALF, *_EIGHT_BIT, *_NARROW_FLOATS, "tf32"))
-    yield Product(
+    yield Matmul(
         kind=kind,
         target=instruction.target or instruction.operation,
         operands=operands,
@@ -83,7 +83,7 @@ def products_of(instruction: Instruction, times: int, device: Any) -> Iterator[P
 
 
 def _kind(instruction: Instruction) -> str | None:
-    # For a GPU, XLA rewrites products to calls of `__cublas$gemm`, `__cublas$lt$matmul$f8`,
+    # For a GPU, XLA rewrites matmuls to calls of `__cublas$gemm`, `__cublas$lt$matmul$f8`,
     # `__cudnn$convForward`, `__cudnn$fmhaSoftmax` and others
     # (https://github.com/openxla/xla/blob/06db3c8349ca/xla/service/gpu/cublas_cudnn.cc); for a CPU to
     # `__onednn$matmul` and others.
@@ -109,7 +109,7 @@ def _precision(instruction: Instruction, operands: tuple[HloArray, ...], device:
     if widest in _EIGHT_BIT:
         return widest, "s32"
     if widest in _HALF or widest.startswith(_NARROW_FLOATS):
-        return widest, "f32"  # XLA asks cuBLAS and cuDNN for float32 sums of narrower products.
+        return widest, "f32"  # XLA asks cuBLAS and cuDNN for float32 sums of narrower matmuls.
     # The A100 and all later GPUs have TF32. A GPU that is not known may have it.
     capability = re.match(r"\d+", getattr(device, "compute_capability", ""))
     is_old = capability is not None and int(capability[0]) < 8
@@ -126,7 +126,7 @@ def _precision_of_float32(instruction: Instruction) -> tuple[str, str]:
     algorithm = config.get("algorithm", "ALG_UNSET").lower()
     if algorithm == "alg_unset":
         algorithm = instruction.attribute(r"\balgorithm=(\w+)")
-    # For example dot_bf16_bf16_f32_x3: three products of bfloat16 parts, added in float32.
+    # For example dot_bf16_bf16_f32_x3: three matmuls of bfloat16 parts, added in float32.
     if stated := re.fullmatch(r"(?:alg_)?dot_([a-z0-9]+)_[a-z0-9]+_(\w?f\d+)(_x\d)?", algorithm):
         return stated[1] + (stated[3] or ""), stated[2]
     asked = config.get("operand_precision")
@@ -140,15 +140,15 @@ def _flops(kind: str, instruction: Instruction, operands: tuple[HloArray, ...], 
         axes = _summed_axes(instruction)
         if axes is None:
             return 0
-        # A complex product is four products and four sums.
+        # A complex matmul is four matmuls and four sums.
         multiply_add = 8 if result.dtype.startswith("c") else 2
         return multiply_add * math.prod(result.shape) * math.prod(operands[0].shape[axis] for axis in axes)
     if kind == "attention":
         config = instruction.backend_config.get("cudnn_fmha_backend_config", {})
         scores = config.get("intermediate_tensor_shape", {}).get("dimensions", [0])
-        # Two products forward, four backward, each with its axes in the settings.
-        products = sum(name.endswith("dot_dimension_numbers") for name in config)
-        return 2 * products * math.prod(map(int, scores)) * operands[0].shape[-1]
+        # Two matmuls forward, four backward, each with its axes in the settings.
+        matmuls = sum(name.endswith("dot_dimension_numbers") for name in config)
+        return 2 * matmuls * math.prod(map(int, scores)) * operands[0].shape[-1]
     # Such as `b01f_01io->b01f`; the middle names the axes of the kernel, of which `o` is that of the outputs.
     labels = re.match(r"\w+_(\w+)->", instruction.attribute(r"dim_labels=([^,\s]+)"))
     if labels and len(operands) == 2:
@@ -168,8 +168,8 @@ def _flops(kind: str, instruction: Instruction, operands: tuple[HloArray, ...], 
 
 
 def _summed_axes(instruction: Instruction) -> list[int] | None:
-    """Returns the contracted axes of the first operand of a matrix product; None if they are not known."""
-    # XLA moves the axes of a product into the settings of the call when it rewrites it for cuBLAS.
+    """Returns the contracted axes of the first operand of a matmul; None if they are not known."""
+    # XLA moves the axes of a matmul into the settings of the call when it rewrites it for cuBLAS.
     config = instruction.backend_config.get("gemm_backend_config", {})
     axes = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions")
     if _BLOCK_SCALED in instruction.target.lower():
