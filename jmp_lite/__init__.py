@@ -23,14 +23,9 @@ Submodules, loaded when they are first asked for:
 
 import typing
 
-from ._attention.api import fuse_attention as fuse_attention
 from ._autocast.api import autocast as autocast
 from ._autocast.keep import full_precision as full_precision
 from ._autocast.keep import keep_float32 as keep_float32
-from ._autocast.report.attentions import AutocastAttention as AutocastAttention
-from ._autocast.report.explain import AutocastReport as AutocastReport
-from ._autocast.report.explain import explain as explain
-from ._autocast.report.operations import AutocastOperation as AutocastOperation
 from ._cast_params import cast_params as cast_params
 from ._dtypes import half_dtype as half_dtype
 from ._memory.half_params import with_master_params as with_master_params
@@ -64,12 +59,17 @@ from ._tree import cast_to_half as cast_to_half
 from ._tree import select_tree as select_tree
 from ._version import __version__ as __version__
 
-if typing.TYPE_CHECKING:
+if typing.TYPE_CHECKING:  # These load when they are first asked for (`_names`).
     from . import diagnostics as diagnostics
     from . import linen as linen
     from . import nnx as nnx
     from . import programs as programs
     from . import testing as testing
+    from ._attention.api import fuse_attention as fuse_attention
+    from ._autocast.report.attentions import AutocastAttention as AutocastAttention
+    from ._autocast.report.explain import AutocastReport as AutocastReport
+    from ._autocast.report.explain import explain as explain
+    from ._autocast.report.operations import AutocastOperation as AutocastOperation
 else:
     from ._names import __dir__ as __dir__
     from ._names import __getattr__ as __getattr__

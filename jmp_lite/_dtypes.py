@@ -43,6 +43,8 @@ _NAMES = {
 }
 HALF_DTYPES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 FLOAT8_DTYPES = tuple(np.dtype(getattr(jnp, name)) for name in dir(jnp) if name.startswith("float8_"))
+FLOAT8 = "float8"
+"""The dtype of an autocast that runs large matmuls in fp8, as users name it. Arrays are e4m3 or e5m2."""
 FLOAT8_ADVICE = "For large products in fp8 use jmp.autocast(loss_fn, 'float8')."
 """The advice of an error about fp8: autocast runs fp8, a policy does not."""
 _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}

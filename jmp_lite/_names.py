@@ -1,6 +1,7 @@
 """The names of `jmp_lite` beside those that it imports: submodules, and what to write instead of other names.
 
-A submodule loads when it is first asked for, so that `import jmp_lite` loads no Flax and no chex.
+A submodule loads when it is first asked for, so that `import jmp_lite` loads no Flax and no chex. So do the
+names of `LAZY`: a training script that needs neither a report nor flash attention does not load them.
 """
 
 import importlib
@@ -22,6 +23,15 @@ SUBMODULES = {
     ),
     "linen": ("with_policy", "WithPolicy"),
     "nnx": ("with_policy",),
+}
+
+# Names of `jmp_lite` itself, and where they are.
+LAZY = {
+    "fuse_attention": "_attention.api",
+    "explain": "_autocast.report.explain",
+    "AutocastReport": "_autocast.report.explain",
+    "AutocastAttention": "_autocast.report.attentions",
+    "AutocastOperation": "_autocast.report.operations",
 }
 
 # Importable, but not among the names that a completion lists: the types of results and states, and `unscale`,
@@ -62,6 +72,10 @@ def __getattr__(name: str) -> Any:
     """Returns a submodule, which is loaded now; for another name an AttributeError says what to write."""
     if name in SUBMODULES:
         return submodule(name)
+    if name in LAZY:
+        value = getattr(importlib.import_module(f"jmp_lite.{LAZY[name]}"), name)
+        setattr(sys.modules["jmp_lite"], name, value)  # From now on Python finds it itself.
+        return value
     found = [f"`jmp_lite.{module}.{name}`" for module, names in SUBMODULES.items() if name in names]
     write = OTHERWISE.get(name) or " or ".join(found)
     if write:
@@ -79,5 +93,5 @@ def submodule(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Returns what a person types: no types of results, no private modules."""
-    names = {*vars(sys.modules["jmp_lite"]), *SUBMODULES} - UNLISTED - {"typing"}
+    names = {*vars(sys.modules["jmp_lite"]), *SUBMODULES, *LAZY} - UNLISTED - {"typing"}
     return sorted(name for name in names if name[0] != "_" or name.startswith("__"))

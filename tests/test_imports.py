@@ -13,7 +13,7 @@ import sys
 import pytest
 
 import jmp_lite
-from jmp_lite._names import OTHERWISE, RESULTS, SUBMODULES, UNLISTED
+from jmp_lite._names import LAZY, OTHERWISE, RESULTS, SUBMODULES, UNLISTED
 
 ROOT = pathlib.Path(jmp_lite.__file__).parent
 MODULES = {
@@ -23,7 +23,11 @@ MODULES = {
 }
 
 # The rooms that export names, and those that take more of them: all their files.
-EXPORTING = {"_jaxpr": ("_jaxpr", "_autocast"), "_autocast": ("_autocast",)}
+EXPORTING = {
+    "_jaxpr": ("_jaxpr", "_autocast"),
+    "_autocast": ("_autocast",),
+    "_autocast.report": ("_autocast",),
+}
 # The rooms, and the rooms below each that it may import.
 ROOMS = {
     "_version": (),
@@ -38,7 +42,7 @@ ROOMS = {
     "_memory": ("_dtypes", "_paths", "_tree", "_jaxpr"),
     "_scaling": ("_dtypes", "_paths", "_text", "_tree", "_memory"),
     "_attention": ("_dtypes", "_jaxpr"),
-    "_float8": ("_jaxpr",),
+    "_float8": ("_dtypes", "_jaxpr"),
     "_autocast.planning": ("_dtypes", "_paths", "_tree", "_policy", "_jaxpr", "_float8"),
     "_autocast.planning.passes": ("_jaxpr", "_autocast.planning"),
     "_autocast": (
@@ -52,24 +56,53 @@ ROOMS = {
     "_flax": ("_dtypes", "_paths", "_tree", "_policy", "_scaling", "_jaxpr"),
     "linen": ("_flax",),
     "nnx": ("_flax",),
-    "diagnostics._values": (*("_dtypes", "_paths", "_tree", "_scaling", "_jaxpr", "_float8", "_autocast"),),
+    "diagnostics._values": (
+        *("_dtypes", "_paths", "_tree", "_scaling", "_jaxpr", "_autocast", "_autocast.report"),
+    ),
     "diagnostics._precision": (
-        *("_dtypes", "_paths", "_text", "_scaling", "_jaxpr", "_float8", "_autocast", "diagnostics._values"),
+        *(
+            "_dtypes",
+            "_paths",
+            "_text",
+            "_scaling",
+            "_jaxpr",
+            "_autocast",
+            "_autocast.report",
+            "diagnostics._values",
+        ),
     ),
     "diagnostics._nonfinite": (
-        *("_dtypes", "_text", "_scaling", "_jaxpr", "_autocast"),
+        *("_dtypes", "_text", "_scaling", "_jaxpr", "_autocast", "_autocast.report"),
         *("diagnostics._values", "diagnostics._precision"),
     ),
     "diagnostics._ranges": (
-        *("_dtypes", "_text", "_tree", "_scaling", "_jaxpr", "_float8", "_autocast", "diagnostics._values"),
+        *(
+            "_dtypes",
+            "_text",
+            "_tree",
+            "_scaling",
+            "_jaxpr",
+            "_autocast",
+            "_autocast.report",
+            "diagnostics._values",
+        ),
     ),
     "programs": ("_paths", "_text"),
     "diagnostics": (
-        *("_dtypes", "_text", "_tree", "_scaling", "_jaxpr", "_float8", "_autocast"),
+        *("_dtypes", "_text", "_tree", "_scaling", "_jaxpr", "_autocast", "_autocast.report"),
         *("diagnostics._values", "diagnostics._nonfinite"),
         *("diagnostics._ranges", "diagnostics._precision", "programs"),
     ),
-    "testing": ("_dtypes", "_paths", "_text", "_tree", "_scaling", "_autocast", "programs"),
+    "testing": (
+        "_dtypes",
+        "_paths",
+        "_text",
+        "_tree",
+        "_scaling",
+        "_autocast",
+        "_autocast.report",
+        "programs",
+    ),
 }
 
 
@@ -131,7 +164,7 @@ def ours(name):
 
 def exported(room):
     """The names that a room exports."""
-    imports = ast.parse(ROOT.joinpath(room, "__init__.py").read_text()).body[1:]
+    imports = ast.parse(ROOT.joinpath(*room.split("."), "__init__.py").read_text()).body[1:]
     return {alias.asname for statement in imports for alias in statement.names}
 
 
@@ -159,7 +192,11 @@ def test_a_module_imports_only_lower_modules():
 @pytest.mark.parametrize("room", EXPORTING)
 def test_other_rooms_take_the_names_that_a_room_exports_and_each_is_taken(room):
     outside = {name for name in MODULES if not name.startswith(EXPORTING[room])}
-    from_room = {name: {each for each in taken(name) if each[0].split(".")[0] == room} for name in outside}
+    faces = [other for other in EXPORTING if other.startswith(f"{room}.")]
+    inside = lambda start: start == room or start.startswith(f"{room}.")
+    from_room = {
+        name: {each for each in taken(name) if inside(each[0]) and each[0] not in faces} for name in outside
+    }
     names = exported(room)
     assert not {
         name: found
@@ -203,7 +240,8 @@ def test_a_table_of_contents_holds_only_imports(file):
         assert isinstance(lazily, ast.If)
         assert ast.unparse(lazily.test) == "typing.TYPE_CHECKING"
         assert {ast.unparse(each) for each in lazily.body} == {
-            f"from . import {each} as {each}" for each in SUBMODULES
+            *(f"from . import {each} as {each}" for each in SUBMODULES),
+            *(f"from .{module} import {each} as {each}" for each, module in LAZY.items()),
         }
         assert {ast.unparse(each) for each in lazily.orelse} == {
             f"from ._names import {each} as {each}" for each in ("__dir__", "__getattr__")
@@ -216,6 +254,7 @@ def test_a_table_of_contents_holds_only_imports(file):
     module = importlib.import_module(f"jmp_lite.{file}".removesuffix(".__init__"))
     names = {alias.name for statement in statements for alias in statement.names}
     hidden = UNLISTED if file == "__init__" else set()
+    names |= {*LAZY} if file == "__init__" else set()
     assert hidden < names
     assert names - hidden - {"__version__"} == public(module)
 
@@ -293,6 +332,8 @@ def test_importing_does_not_import_flax(fresh_import):
         "flax",
         "chex",
         *(f"jmp_lite.{name}" for name in SUBMODULES),
+        *(f"jmp_lite.{module.rpartition('.')[0]}" for module in LAZY.values()),
+        "jmp_lite._float8",
         "jmp_lite._flax",
         "equinox",
         "keras",

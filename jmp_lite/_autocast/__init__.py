@@ -3,7 +3,7 @@
 docs/how-autocast-works.md has the idea in about 180 lines. In the order in which to read the room: `planning`
 (which decides about every operation) and its `passes`, `planner` (which runs them), `value`, `regions` and
 `interpreter` (which carries a plan out), `traced_rule` (custom derivatives), `calls` (jit, loops), `keep`
-(what keeps a part in float32), `api` (`autocast`), `report` (what users are told).
+(what keeps a part in float32), `api` (`autocast`). `report`, a face of its own, has what users are told.
 
 Other rooms take the names below, and no others.
 """
@@ -17,11 +17,4 @@ from .planner import Planner as Planner
 from .planning.plan import Plan as Plan
 from .planning.rules import Rules as Rules
 from .planning.rules import make_rules as make_rules
-from .report.explain import AutocastReport as AutocastReport
-from .report.explain import explain as explain
-from .report.explain import report_of as report_of
-from .report.operations import AutocastOperation as AutocastOperation
-from .report.operations import has_floating as has_floating
-from .report.operations import operations_of as operations_of
-from .report.page import page_of as page_of
 from .value import Value as Value

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from .._dtypes import DTypeLike
-from .._float8.action import warn_without_float8
 from .._jaxpr import arguments
 from .._jaxpr.arguments import Arguments
 from .._jaxpr.precision import only_own_precisions
@@ -210,6 +209,8 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
         traced, planner, plan = prepare(fun, settings, args, kwargs)
         planner.scopes.check()
         if plan.in_fp8:
+            from .._float8.action import warn_without_float8  # Loaded when a user asks for fp8.
+
             warn_without_float8()
         with _forward_mode_explained(_option_without_forward_mode(settings, plan)):
             return traced.outputs(run(planner, plan, traced.arrays))

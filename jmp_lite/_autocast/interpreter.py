@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._float8.action import Float8, cast_to_float8
-from .._float8.quantize import FORWARD
 from .._jaxpr.bind import bind, bind_repeated, cast, is_differentiated, kind_of, reuse
 from .._jaxpr.calls import Body, Outputs, remat_from_half
 from .._jaxpr.picks import bind_pick
@@ -26,6 +24,7 @@ from .planner import Planner
 from .planning.plan import (
     Call,
     Decision,
+    Float8,
     Inside,
     Move,
     Plan,
@@ -158,7 +157,7 @@ class Interpreter:
                     arrays = self._operands(equation, action, operands)
                     return [Value(wide_product(equation, arrays, jnp.float32, **action.params))]
                 case Float8():
-                    return [Value(action.run(equation, operands))]
+                    return [Value(_run_float8(equation, action, operands))]
                 case Move():
                     return self._move(equation, action, operands)
                 case Call():
@@ -170,6 +169,9 @@ class Interpreter:
         # XLA drops those that the body does not read.
         casts: dict[Any, Any] = {self.half: value.to(self.half)}
         if plan.in_fp8 and value.native.ndim > 1:
+            from .._float8.action import cast_to_float8
+            from .._float8.quantize import FORWARD
+
             casts[FORWARD] = cast_to_float8(value, value.native, FORWARD)
         return casts
 
@@ -299,6 +301,12 @@ def _reason_of(decision: Decision) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     why, reason = decision.why_float32
     return jax.named_scope(reason_scope(why.name.lower(), reason))
+
+
+def _run_float8(equation: Equation, action: Float8, operands: Sequence[Value]) -> Array:
+    from .._float8.action import run_float8  # Loaded when a user asks for fp8.
+
+    return run_float8(equation, action, operands)
 
 
 def _read_by_region(action: Any) -> Sequence[Var]:

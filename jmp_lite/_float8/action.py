@@ -1,21 +1,18 @@
-"""The action that `autocast(fun, "float8")` adds to a plan: which products get it, and how it runs."""
+"""Which products `autocast(fun, "float8")` runs in fp8, and how one runs."""
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._dtypes import FLOAT8
 from .._jaxpr import Array, Equation, users_stacklevel
 from .product import float8_product
 from .quantize import BACKWARD, FORWARD, Quantized, quantize, quantize_result
-
-FLOAT8 = "float8"
-"""The dtype of an autocast that runs large matmuls in fp8, as users name it. Arrays are e4m3 or e5m2."""
 
 # cuBLAS multiplies fp8 only if all sizes of a product are multiples of 16 (bytes):
 # https://github.com/NVIDIA/CUDALibrarySamples/issues/172.
@@ -28,18 +25,24 @@ MULTIPLE = 16
 SMALLEST_SIZE = 600
 
 
-@dataclasses.dataclass(frozen=True)
-class Float8:
-    formats: tuple[np.dtype, ...]  # The fp8 dtype of each operand.
-    sources: tuple[np.dtype, ...]  # The dtype of each operand before its cast to fp8: float32 or bfloat16.
-    result: np.dtype
-    gradients: tuple[np.dtype, ...]  # For each operand, the dtype that the product of its gradient gives.
+class Action(Protocol):
+    """What runs in fp8, as `_autocast.planning.plan` has it."""
 
-    def run(self, equation: Equation, operands: Sequence[Any]) -> Array:
-        """Returns the product of values of the interpreter, which keep their casts for other products."""
-        arrays = [value.to(source) for value, source in zip(operands, self.sources, strict=True)]
-        quantized = list(map(cast_to_float8, operands, arrays, self.formats))
-        return float8_product(equation, arrays, quantized, self.result, self.gradients)
+    @property
+    def formats(self) -> tuple[np.dtype, ...]: ...
+    @property
+    def sources(self) -> tuple[np.dtype, ...]: ...
+    @property
+    def result(self) -> np.dtype: ...
+    @property
+    def gradients(self) -> tuple[np.dtype, ...]: ...
+
+
+def run_float8(equation: Equation, action: Action, operands: Sequence[Any]) -> Array:
+    """Returns the product of values of the interpreter, which keep their casts for other products."""
+    arrays = [value.to(source) for value, source in zip(operands, action.sources, strict=True)]
+    quantized = list(map(cast_to_float8, operands, arrays, action.formats))
+    return float8_product(equation, arrays, quantized, action.result, action.gradients)
 
 
 def cast_to_float8(value: Any, array: Array, dtype: np.dtype) -> Quantized:
@@ -56,15 +59,15 @@ def cast_to_float8(value: Any, array: Array, dtype: np.dtype) -> Quantized:
 
 def float8_action(
     backward: bool, are_arguments: Sequence[bool], result: np.dtype | None, gradients: Sequence[np.dtype]
-) -> Float8:
-    """Returns the action of a product in fp8. Without dtypes of their own, all results are in bfloat16."""
+) -> tuple[Any, ...]:
+    """Returns the fields of an `Action`. Without dtypes of their own, all results are in bfloat16."""
     half = np.dtype(jnp.bfloat16)
     # JAX's transpose of a product has the cotangent as its first operand:
     # https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/lax/lax.py#L5849.
     formats = BACKWARD if backward else FORWARD, FORWARD
     # Weights are cast from float32. Activations go through bfloat16, which XLA writes once for all readers.
     sources = tuple(np.dtype(np.float32) if is_argument else half for is_argument in are_arguments)
-    return Float8(formats, sources, result or half, tuple(gradients) or (half, half))
+    return formats, sources, result or half, tuple(gradients) or (half, half)
 
 
 def why_not_float8(equation: Equation, rule: tuple[str, str] | None) -> str:

@@ -12,8 +12,8 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 
-from .._autocast import AutocastReport, page_of
-from .._autocast import report_of as operations_of
+from .._autocast.report import AutocastReport, page_of
+from .._autocast.report import report_of as operations_of
 from .._dtypes import DTypeLike
 from .._jaxpr import in_two_calls
 from .._scaling.loss_scale import LossScaleLike

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast import AutocastOperation, AutocastReport
+from .._autocast.report import AutocastOperation, AutocastReport
 from .._scaling.state import SkipNonfiniteState
 from .._scaling.stuck import LINE, raise_if_stuck
 from .._text import WIDTH, dynamic_scale, plural, power, shortened, wrapped

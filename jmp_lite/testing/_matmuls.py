@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .._autocast import AutocastOperation, explain
+from .._autocast.report import AutocastOperation, explain
 from .._dtypes import DTypeLike, parse_dtype
 from .._paths import as_patterns, matches, shown
 from .._text import shortened

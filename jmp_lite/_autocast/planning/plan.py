@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ..._float8.action import Float8
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Equation, Jaxpr, Var, is_literal, open_jaxpr
@@ -92,6 +91,16 @@ class Recompute:
 
     region: Region
     equations: tuple[Equation, ...]  # The equations of the region, in order. The last one makes its result.
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8:
+    """Runs a product in fp8 (`_float8.action`)."""
+
+    formats: tuple[np.dtype, ...]  # The fp8 dtype of each operand.
+    sources: tuple[np.dtype, ...]  # The dtype of each operand before its cast to fp8: float32 or bfloat16.
+    result: np.dtype
+    gradients: tuple[np.dtype, ...]  # For each operand, the dtype that the product of its gradient gives.
 
 
 @dataclasses.dataclass(frozen=True)

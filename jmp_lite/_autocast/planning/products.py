@@ -7,12 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._float8.action import float8_action, why_not_float8
 from ..._jaxpr.primitives import Category
 from .demand import Analysis
 from .elementwise import decide_elementwise, halves, in_full, in_half, results_of, run_in_float32
 from .op import Op
-from .plan import Decision, Product, Run, WeightGradient
+from .plan import Decision, Float8, Product, Run, WeightGradient
 from .rules import Rules
 from .ruling import KEPT_BY_USER, Ruling, Why, is_product
 from .scopes import by_rule
@@ -134,6 +133,8 @@ def _in_float8(
     decision: Decision, ruling: Ruling, operands: Sequence[State], is_backward: bool, rules: Rules
 ) -> Decision:
     """Returns the decision about a product in fp8; if it stays in bfloat16, the decision says why."""
+    from ..._float8.action import float8_action, why_not_float8  # Loaded when a user asks for fp8.
+
     action = decision.action
     assert isinstance(action, (Run, Product, WeightGradient))
     if why_not := why_not_float8(decision.op.equation, _first_rule(ruling, operands, rules)):
@@ -142,7 +143,7 @@ def _in_float8(
     are_arguments = [state.source is not None for state in operands]
     result = action.params.get("preferred_element_type")
     gradients = action.gradients if isinstance(action, Product) else ()
-    in_fp8 = float8_action(is_backward, are_arguments, result, gradients)
+    in_fp8 = Float8(*float8_action(is_backward, are_arguments, result, gradients))
     return dataclasses.replace(decision, action=in_fp8, reason=f"{decision.reason}; in fp8")
 
 

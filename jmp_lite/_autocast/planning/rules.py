@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive, primitives
 
-from ..._dtypes import FLOAT8_ADVICE, DTypeLike, parse_dtype, parse_reduce_dtype
-from ..._float8.action import FLOAT8
+from ..._dtypes import FLOAT8, FLOAT8_ADVICE, DTypeLike, parse_dtype, parse_reduce_dtype
 from ..._jaxpr.primitives import PRIMITIVES, Category, traits_of
 from ..._paths import as_patterns, matches
 from ..._policy import Rule, rule_pairs

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._float8.action import Float8
 from ..._jaxpr import lines, read, scopes
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category, traits_of
@@ -17,7 +16,7 @@ from ..._paths import join, visible_scope
 from ..._text import shortened, wrapped
 from ..._tree import is_floating
 from ..planning.op import Op
-from ..planning.plan import Decision, Plan
+from ..planning.plan import Decision, Float8, Plan
 from ..planning.ruling import Why
 from ..planning.states import State
 from .advice import advise_shapes

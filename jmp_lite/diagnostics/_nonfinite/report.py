@@ -7,7 +7,7 @@ import os
 import pathlib
 from collections.abc import Iterator, Mapping
 
-from ..._autocast import page_of
+from ..._autocast.report import page_of
 from ..._dtypes import DTypeName
 from ..._text import Shown, plural, power, shortened, wrapped
 from .._precision.report import Difference

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast import AutocastOperation, Interpreter, Value, has_floating, make_plan, run
+from ..._autocast import Interpreter, Value, make_plan, run
+from ..._autocast.report import AutocastOperation, has_floating
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import (
     Array,

@@ -7,7 +7,7 @@ import itertools
 import pathlib
 from collections.abc import Collection, Sequence
 
-from ..._autocast import AutocastOperation
+from ..._autocast.report import AutocastOperation
 from .._values.case import gives_half
 from .._values.numbers import makes_half
 from .._values.reference import is_narrow

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..._autocast import has_floating
+from ..._autocast.report import has_floating
 from ..._jaxpr import (
     Arguments,
     Category,

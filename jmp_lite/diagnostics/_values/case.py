@@ -14,18 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._autocast import (
-    AutocastOperation,
-    Plan,
-    Planner,
-    Rules,
-    given_rules,
-    make_plan,
-    make_rules,
-    operations_of,
-    run,
-    settings_of,
-)
+from ..._autocast import Plan, Planner, Rules, given_rules, make_plan, make_rules, run, settings_of
+from ..._autocast.report import AutocastOperation, operations_of
 from ..._dtypes import DTypeLike
 from ..._jaxpr import (
     Array,
