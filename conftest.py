@@ -52,7 +52,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 gc.set_threshold(50_000)
 
 # What reads jaxprs, or names JAX's own functions, types and modules: CI runs it on the oldest JAX too.
-_BY_VERSION = ("jaxpr", "autocast", "test_imports.py", "test_types.py", "test_jmp_compatibility.py")
+_BY_VERSION = ("jaxpr", "autocast", "test_imports.py", "test_types.py", "core/test_jmp_compatibility.py")
 
 # The CPU seconds of the compilation in `_slowdown` on an idle core.
 _IDLE_COMPILATION = 0.05

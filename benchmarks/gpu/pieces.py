@@ -254,7 +254,7 @@ class _PretendedPieces(Pieces):
         return ("float16",)
 
     def library(self, needs: tuple[str, ...]) -> Piece:
-        command = (MODULE, "pytest", "-q", "-n", "1", "tests/test_paths.py")
+        command = (MODULE, "pytest", "-q", "-n", "1", "tests/core/test_paths.py")
         packages = ("pytest", "xdist", "hypothesis")
         return Piece("tests of the library", command, 10, 300, needs=needs, packages=packages)
 

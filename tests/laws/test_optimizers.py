@@ -4,7 +4,7 @@
     except what counts the skips, and the loss scale backs off.
 (h) A step that is not skipped is that of the optimizer without the wrapper.
 
-tests/scaling/test_looking_again.py has the optimizers that evaluate the loss again. A new option of
+tests/core/scaling/test_looking_again.py has the optimizers that evaluate the loss again. A new option of
 `with_loss_scale` gets its row in `OPTIONS`.
 """
 

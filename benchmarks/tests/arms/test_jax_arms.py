@@ -67,7 +67,7 @@ def test_statistics_are_kept_when_a_step_is_skipped():
 
 
 def test_every_way_to_scale_takes_the_same_step():
-    """The faults of the peers are in tests/scaling/test_peers.py."""
+    """The faults of the peers are in tests/core/scaling/test_peers.py."""
     steps = []
     for make in SCALERS.values():
         scaler = make(GPT.optimizer())

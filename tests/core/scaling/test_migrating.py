@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 
 import jmp_lite as jmp
 
-PAGES = Path(__file__).parents[2] / "docs/migrating"
+PAGES = Path(__file__).parents[3] / "docs/migrating"
 
 
 def scales_of(loss_scale, finite):

@@ -152,7 +152,7 @@ LEARNING = {
 # rate follows the rounding: six orders of the data give 0.02 to 0.07. Prodigy has 0.014 to 0.023 in float32.
 FACTORS = {"lamb": 1.25, "cocob": 1.1, "dadapt_adamw": 3.0, "prodigy": 1.5, "sophia": 1.1}
 NOT_OPTIMIZERS = {
-    # Gradients of each example: tests/memory/test_wrapper.py.
+    # Gradients of each example: tests/core/memory/test_wrapper.py.
     *("differentially_private_aggregate", "dpsgd"),
     *("hutchinson_estimator_diag_hessian", "schedule_free", "schedule_free_eval_params"),
 }

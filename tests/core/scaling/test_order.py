@@ -12,7 +12,7 @@ from optax import contrib
 
 import jmp_lite as jmp
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/loss-scaling.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs/loss-scaling.md"
 PARAMS = {"w": jnp.linspace(-1, 1, 3), "b": jnp.ones(2)}
 GRADS, NAN, INF = (
     jax.tree.map(lambda p, number=number: jnp.full_like(p, number), PARAMS)
