@@ -107,11 +107,13 @@ def test_a_chain_has_the_error_of_casts_around_each_matmul(seed, half):
     scaled = lambda *args: scale * loss(*args)
     exact = [jax.jit(jax.grad(scaled))(*arguments(data)) for data in range(8)]
 
-    def mean_log(grad):
+    def logs(grad):
         run = jax.jit(grad)
-        return np.log([error(run(*arguments(data)), each) for data, each in enumerate(exact)]).mean()
+        return np.log([error(run(*arguments(data)), each) for data, each in enumerate(exact)])
 
     with by_product(half):
-        casts = mean_log(lambda *args: jax.grad(scaled)(*args))
+        casts = logs(lambda *args: jax.grad(scaled)(*args))
+    finite = np.isfinite(casts)  # Some chains of powers overflow in float16, by casts too.
     for order in ORDERS:
-        assert mean_log(in_order(order, scaled, half)) <= np.log(1.2) + casts, (order, chain(seed)[0])
+        ratios = logs(in_order(order, scaled, half))[finite] - casts[finite]
+        assert ratios.mean() <= np.log(1.2), (order, chain(seed)[0])
