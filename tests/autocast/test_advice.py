@@ -105,3 +105,18 @@ def test_float32_products_get_no_advice_and_the_report_shows_the_others_once():
     assert "Matmuls of sizes that Tensor Cores run slowly:" in text
     assert text.count("63: pad it to 64") == 4
     assert "1: N = 63: pad it to 64; K = 63: pad it to 64 (x, w)" in text
+
+
+def test_a_matmul_with_vectors_names_what_keep_float32_saves():
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    reason = lambda fun, *args: jmp.explain(fun, "bfloat16")(*args).operations[-1].reason
+    readout = lambda x, c: jnp.einsum("blen,bln->ble", jnp.cumsum(x, 1), c)
+    said = "it reads float32[4,64,256,16] once: jmp.keep_float32 on it saves a copy in half, 2 MB"
+    assert reason(readout, array(4, 64, 256, 16), array(4, 64, 16)).endswith(said)
+    # Small arrays, weights, matrices, and values that are in half already: nothing to save.
+    assert "keep_float32" not in reason(readout, array(4, 8, 8, 16), array(4, 8, 16))
+    square, row = array(1024, 1024), array(1024)
+    assert "keep_float32" in reason(lambda w, x: x @ jnp.cumsum(w, 0), square, row)
+    assert "keep_float32" not in reason(lambda w, x: w @ x, square, row)
+    assert "keep_float32" not in reason(lambda w, x: jnp.cumsum(w, 0) @ x, square, square)
+    assert "keep_float32" not in reason(lambda w, x: (w @ w) @ x, square, row)

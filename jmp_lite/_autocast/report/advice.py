@@ -15,6 +15,7 @@ from ..._jaxpr import lines, read
 from ..._jaxpr.inner import Inner, inner_jaxprs
 from ..._jaxpr.primitives import Category, traits_of
 from ..._jaxpr.read import Equation, Jaxpr, Var
+from ..planning.states import State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +126,25 @@ def advise_shapes(equation: Equation) -> str:
         thin_sizes = " and ".join(f"{name} = {size}" for name, size in thin.items())
         texts.insert(0, f"{thin_sizes}: too thin for Tensor Cores")
     return "; ".join(texts)
+
+
+def advise_keeping(equation: Equation, states: Sequence[State]) -> str:
+    """Returns what `keep_float32` on an operand of a matmul saves; empty if it saves little.
+
+    A matmul with vectors, such as the readout of Mamba, reads each number of its larger operand once, and no
+    faster on Tensor Cores. If the operand was computed in float32, XLA stores a copy in half for it.
+    """
+    if equation.primitive.name != "dot_general":
+        return ""
+    sizes = dict(_sizes(equation))
+    for name, var, state in zip(("N", "M"), equation.invars, states):
+        # The other operand, whose size has this name, is a vector, or one for each element of the batch.
+        is_copied = read.is_float32(var) and not state.is_half and state.source is None
+        megabytes = 2 * math.prod(var.aval.shape) / 1e6 if sizes.get(name) == 1 and is_copied else 0.0
+        if megabytes >= 1 and sizes["N" if name == "M" else "M"] > 1:
+            number = read.describe(var.aval)
+            return f"it reads {number} once: jmp.keep_float32 on it saves a copy in half, {megabytes:,.0f} MB"
+    return ""
 
 
 def _sizes(equation: Equation) -> Iterator[tuple[str, int]]:

@@ -18,8 +18,8 @@ from ..._tree import is_floating
 from ..planning.op import Op
 from ..planning.plan import Decision, Float8, Plan
 from ..planning.ruling import Why
-from ..planning.states import State
-from .advice import advise_shapes
+from ..planning.states import Kind, State
+from .advice import advise_keeping, advise_shapes
 from .gradients import forward_products
 
 
@@ -253,6 +253,8 @@ def _operation(
     # What an autocast inside of the function has left in float32 has its reason in its scope.
     if is_product and not in_half and all(inside := scopes.reason_of_scope(scope)):
         why, reason = inside
+    if in_half and (saves := advise_keeping(equation, [_state(var, states) for var in equation.invars])):
+        reason = f"{reason}; {saves}"
     return AutocastOperation(
         name=equation.primitive.name,
         category=decision.category.value,
@@ -274,6 +276,10 @@ def _operation(
         caller=here.caller,
         backward=here.backward,
     )
+
+
+def _state(var: Var, states: Mapping[Var, State]) -> State:
+    return State(Kind.LITERAL) if read.is_literal(var) else states[var]
 
 
 def _typed(var: Var, as_half: bool, half: np.dtype) -> jax.ShapeDtypeStruct:
