@@ -3,9 +3,13 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from jax import lax
+from jax.interpreters import partial_eval
 
 import jmp_lite as jmp
+from tests.laws.cases import ORDERS
+from tests.laws.test_found import in_order
 from tests.support.halves import each_half
 from tests.support.jaxprs import casts, text
 from tests.support.small_programs import PARAMS, W, X, mlp, normal
@@ -87,3 +91,28 @@ def test_without_float32_products_the_jaxpr_does_not_change():
     update = lambda grads, state: optimizer.update(grads, state)
     state = optimizer.init(PARAMS)
     assert text(jmp.autocast(update), PARAMS, state) == text(update, PARAMS, state)
+
+
+def live(fun, name, *args):
+    """The results of some operations, without those that JAX drops because nothing reads them."""
+    inside = jax.make_jaxpr(fun)(*args).jaxpr
+    needed, _ = partial_eval.dce_jaxpr(inside, [True] * len(inside.outvars))
+    return {str(each.outvars[0].aval) for each in needed.eqns if each.primitive.name == name}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_rows_that_matmuls_alone_take_are_looked_up_in_half(order):
+    """As those of a mixture of experts. Their gradients are summed in float32, and a table is not cast."""
+
+    def loss(w, x, rows):
+        x = x / (1.0 + jnp.sum(x * x, -1, keepdims=True))
+        return jnp.mean((x[rows] @ w) ** 2) + jnp.mean(x)  # The mean keeps `x` in float32.
+
+    w, x, rows = normal(8, 8), normal(4, 8), jnp.arange(8) % 4
+    grad = in_order(order, loss, "bfloat16", lambda fun: jax.grad(fun, (0, 1)))
+    assert "bfloat16[8,8]" in live(grad, "gather", w, x, rows)
+    assert live(grad, "scatter-add", w, x, rows) == {"float32[4,8]"}
+    assert live(grad, "gather", w, x, rows[:2]) == {"float32[2,8]"}
+    exact = jax.grad(loss, (0, 1))(w, x, rows)
+    for one, other in zip(grad(w, x, rows), exact):
+        assert jnp.linalg.norm(one - other) < 0.02 * jnp.linalg.norm(other)

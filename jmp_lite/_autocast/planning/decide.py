@@ -103,6 +103,8 @@ def _move(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis)
         # The devices send half, forwards and backwards, as with a cast by hand.
         half = dataclasses.replace(operands[0], kind=Kind.HALF)
         return Decision(op, Category.MOVE, Move((Take.HALF,)), (half,), "products read its result", True)
+    if _looks_up_half(op, operands[0], wanted):
+        operands = [dataclasses.replace(operands[0], kind=Kind.HALF), *operands[1:]]
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))
     # One result alone: `Move.both` moves the first operand twice.
     both = len(results) == 1 and _moves_both(op, operands[0], analysis)
@@ -123,6 +125,15 @@ def _casts_first(op: Op, operand: State, wanted: Wanted) -> bool:
     """Whether a float32 value is cast before it moves between devices, where products read it."""
     keeps = operand.kind in (Kind.OTHER, Kind.BY_RULE, Kind.HALF) or operand.wide_gradient
     return op.name == "reshard" and wanted >= Wanted.WITH_OTHERS and not keeps
+
+
+def _looks_up_half(op: Op, operand: State, wanted: Wanted) -> bool:
+    """Whether a lookup takes a float32 value in half, since products alone read what it takes."""
+    if op.name != "gather" or wanted is not Wanted.BY_PRODUCTS_ONLY or operand.kind is not Kind.FLOAT32:
+        return False
+    # Such as the rows of experts, and not those of a table, of which it may take few: the cast is in front.
+    taken, table = op.equation.outvars[0].aval.size, op.equation.invars[0].aval.size
+    return isinstance(taken, int) and isinstance(table, int) and taken >= table
 
 
 def _moves_both(op: Op, operand: State, analysis: Analysis) -> bool:
