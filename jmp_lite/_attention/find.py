@@ -36,6 +36,25 @@ FEATURES = "features"
 
 
 @dataclasses.dataclass(frozen=True)
+class Axes:
+    """What the axes of an attention are. A label is the axis of the scores that an axis is."""
+
+    operands: tuple[tuple[Var, Labels], ...]  # Queries, keys, values, and the labels of their axes.
+    output: Labels
+    groups: tuple[Labels, ...]  # The axes of the batch, key heads, groups of heads, queries and keys.
+    sizes: Mapping[Any, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """The mask and the bias of an attention."""
+
+    kind: str  # "none", "causal" or "bias", which a mask is too.
+    axes: Labels  # The axes of the input of the softmax,
+    given_along: frozenset[Any]  # and those along which the mask or bias is given.
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
     """A softmax between two products: an attention, or why it is none that can be fused."""
 
@@ -46,14 +65,9 @@ class Attention:
     inputs: tuple[Var, ...] = ()  # The variables that its operations read and do not compute.
     why_not: str = ""
     to_softmax: tuple[Equation, ...] = ()  # Those that compute the input of the softmax from the scores.
-    operands: tuple[tuple[Var, Labels], ...] = ()  # Queries, keys, values, and the labels of their axes.
-    output: Labels = ()
-    groups: tuple[Labels, ...] = ()  # The axes of the batch, key heads, groups of heads, queries and keys.
-    sizes: Mapping[Any, int] = dataclasses.field(default_factory=dict)
+    axes: Axes = Axes((), (), (), {})
+    mask: Mask = Mask("none", (), frozenset())
     scale: float = 1.0
-    kind: str = ""  # "none", "causal" or "bias", which a mask is too.
-    bias: Labels = ()  # The axes of the input of the softmax,
-    given_along: frozenset[Any] = frozenset()  # and those along which the mask or bias is given.
 
 
 def find_attentions(facts: Facts) -> dict[int, Attention]:
@@ -139,13 +153,16 @@ def _find(index: int, side: int, facts: Facts) -> Attention:
     ours = [facts.equations[number] for number in (first, *between, index)]
     _check_product(ours[0])
     weights = tuple(None if axis is None else fact.axes[axis] for axis in weight_axes)
+    axes = _axes(ours[0], ours[-1], side, weights, fact)
     return Attention(
         tuple(ours),
         side,
         frozenset({first, *between}),
         tuple(dict.fromkeys(var for each in ours for var in _variables(each) if var not in dependent)),
         to_softmax=tuple(facts.equations[number] for number in chain),
-        **_axes(ours[0], ours[-1], side, weights, fact),
+        axes=axes,
+        mask=_mask(fact, _named(fact.axes, axes.sizes), axes.groups),
+        scale=fact.slope,
     )
 
 
@@ -204,8 +221,7 @@ def _check_product(product: Equation) -> None:
         raise NotFused("the program asks for a precision of its matmuls")
 
 
-def _axes(first: Equation, product: Equation, side: int, weights: Labels, fact: Fact) -> dict[str, Any]:
-    """Returns what an `Attention` says of axes. A label is the axis of the scores that an axis is."""
+def _axes(first: Equation, product: Equation, side: int, weights: Labels, fact: Fact) -> Axes:
     sizes: dict[Any, int] = dict(enumerate(first.outvars[0].aval.shape))
     scores, weights = _named(fact.axes, sizes), _named(weights, sizes)
     # The softmax is over the last axis of its input. The keys are the operand that has this axis.
@@ -225,16 +241,11 @@ def _axes(first: Equation, product: Equation, side: int, weights: Labels, fact: 
     features = {var.aval.shape[labels.index(FEATURES)] for var, labels in operands}
     if len(features) != 1 or of_values.count(FEATURES) != 1:
         raise NotFused("its values have other features than its keys")
-    return {
-        "operands": operands,
-        "output": output,
-        "groups": groups,
-        "sizes": sizes | {FEATURES: features.pop()},
-        "scale": fact.slope,
-        "kind": _kind(fact, scores, groups),
-        "bias": scores,
-        "given_along": _given_along(fact, scores, groups),
-    }
+    return Axes(operands, output, groups, sizes | {FEATURES: features.pop()})
+
+
+def _mask(fact: Fact, scores: Labels, groups: Sequence[Labels]) -> Mask:
+    return Mask(_kind(fact, scores, groups), scores, _given_along(fact, scores, groups))
 
 
 def _named(axes: Labels, sizes: Mapping[Any, int]) -> Labels:

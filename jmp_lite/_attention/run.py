@@ -101,20 +101,20 @@ def _evaluate(eqns: Sequence[Equation], known: Mapping[Var, Array]) -> Array:
 
 def _fused(attention: Attention, half: np.dtype, kind: Implementation, *operands: Array) -> Array:
     # The operands in the order that JAX wants: batch, positions, heads, features.
-    known, sizes = dict(zip(attention.inputs, operands)), attention.sizes
-    batch, heads, groups, rows, keys = attention.groups
+    known, sizes = dict(zip(attention.inputs, operands)), attention.axes.sizes
+    batch, heads, groups, rows, keys = attention.axes.groups
     of_queries, of_keys = (batch, rows, (*heads, *groups), (FEATURES,)), (batch, keys, heads, (FEATURES,))
     q, k, v = (
         _arrange(known[var].astype(half), labels, order, sizes)
-        for (var, labels), order in zip(attention.operands, (of_queries, of_keys, of_keys))
+        for (var, labels), order in zip(attention.axes.operands, (of_queries, of_keys, of_keys))
     )
     halves = (q, k, v)
-    if attention.kind == "bias":
+    if attention.mask.kind == "bias":
         # Of the axes along which it is not given, the bias has size 1: cuDNN broadcasts it.
-        own = {label: size if label in attention.given_along else 1 for label, size in sizes.items()}
+        own = {label: size if label in attention.mask.given_along else 1 for label, size in sizes.items()}
 
         def place(x):
-            return _arrange(x, attention.bias, (batch, (*heads, *groups), rows, keys), own)
+            return _arrange(x, attention.mask.axes, (batch, (*heads, *groups), rows, keys), own)
 
         bias, is_kept = map(place, _bias(attention, known))
         is_empty = ~is_kept.any(-1, keepdims=True)
@@ -122,13 +122,13 @@ def _fused(attention: Attention, half: np.dtype, kind: Implementation, *operands
         # zeros has its weights.
         q = jnp.where(is_empty.swapaxes(1, 2), jnp.zeros((), half), q)
         halves = (q, k, v, _shifted(bias, is_empty, half))
-    options = {"scale": attention.scale, "is_causal": attention.kind == "causal", "implementation": kind}
+    options = {"scale": attention.scale, "is_causal": attention.mask.kind == "causal", "implementation": kind}
     out = jax.nn.dot_product_attention(*_differentiable_once(halves), **options)
     # Back to the order of the program's own result.
     flat = (*batch, *rows, *heads, *groups, FEATURES)
     out = out.reshape([sizes[label] for label in flat])
-    out = out.transpose([flat.index(label) for label in attention.output if label is not None])
-    shape = [1 if label is None else sizes[label] for label in attention.output]
+    out = out.transpose([flat.index(label) for label in attention.axes.output if label is not None])
+    shape = [1 if label is None else sizes[label] for label in attention.axes.output]
     return out.reshape(shape).astype(jnp.float32)
 
 
@@ -140,10 +140,10 @@ def _bias(attention: Attention, known: Mapping[Var, Array]) -> tuple[Array, Arra
         return _evaluate(attention.to_softmax, {**known, scores: x})
 
     # Made of queries and keys: inside of a `shard_map` they have to vary over the devices as these do.
-    zero = sum(jnp.zeros_like(known[var], shape=()) for var, _ in attention.operands[:2])
+    zero = sum(jnp.zeros_like(known[var], shape=()) for var, _ in attention.axes.operands[:2])
     zeros = jnp.broadcast_to(zero, scores.aval.shape)
     # The axes along which neither varies get size 1: XLA computes only what the slice takes.
-    index = tuple(slice(None) if n in attention.given_along else slice(1) for n in attention.bias)
+    index = tuple(slice(None) if n in attention.mask.given_along else slice(1) for n in attention.mask.axes)
     # What replaces scores does not depend on them: its derivative is zero there.
     bias, slope = jax.jvp(last, [zeros], [jnp.ones_like(zeros)])
     return bias[index], slope[index] != 0

@@ -31,7 +31,7 @@ class Case:
 
     fun: Callable[..., Any]
     arrays: tuple[Any, ...]
-    kind: str  # What `Attention.kind` should be, or a part of the reason for which it is not fused.
+    kind: str  # What `Mask.kind` should be, or a part of the reason for which it is not fused.
     count: int = 1
 
 

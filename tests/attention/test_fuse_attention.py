@@ -23,7 +23,7 @@ ORDERS = {
 def attentions(facts, kind="xla", half=BFLOAT16):
     """The kind of each attention, or why it is not fused, those of inner jaxprs last."""
     for each in find_attentions(facts).values():
-        yield why_not_fused(each, half, kind) or each.kind
+        yield why_not_fused(each, half, kind) or each.mask.kind
     for equation in facts.equations:
         if may_hold_attention(equation):
             for inside, _ in facts.inside(equation):
