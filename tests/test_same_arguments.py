@@ -30,6 +30,7 @@ def parameters_of(function):
     """The names of the parameters, and the options that `**options: Unpack[Options]` stands for."""
     names = set(inspect.signature(function).parameters)
     for hint in function.__annotations__.values():
+        hint = eval(hint, function.__globals__) if "Unpack" in str(hint) and isinstance(hint, str) else hint
         if typing.get_origin(hint) is typing.Unpack:
             names |= set(typing.get_args(hint)[0].__annotations__)
     return names
