@@ -33,6 +33,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(r"<!-- tabs -->(.*?)<!-- end of tabs -->", in_tabs, markdown, flags=re.DOTALL)
     rank = API_RANK if page.file.src_uri.startswith("api/") else RANKS.get(page.file.src_uri, 1)
     page.meta["search"] = {"boost": rank}
+    if page.file.src_uri == "cheat-sheet.md":
+        page.meta["hide"] = ["toc"]  # Its five columns need the width.
     own = Path(page.file.src_uri).stem
     if "<!-- all summaries -->" in markdown:
         names = re.findall(r" api/(.*)\.md$", (DOCS.parent / "mkdocs.yml").read_text(), re.MULTILINE)

@@ -45,7 +45,7 @@ HALF_DTYPES = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16))
 FLOAT8_DTYPES = tuple(np.dtype(getattr(jnp, name)) for name in dir(jnp) if name.startswith("float8_"))
 FLOAT8 = "float8"
 """The dtype of an autocast that runs large matmuls in fp8, as users name it. Arrays are e4m3 or e5m2."""
-FLOAT8_ADVICE = "For large products in fp8 use jmp.autocast(loss_fn, 'float8')."
+FLOAT8_ADVICE = "For large matmuls in fp8 use jmp.autocast(loss_fn, 'float8')."
 """The advice of an error about fp8: autocast runs fp8, a policy does not."""
 _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
 
@@ -98,7 +98,7 @@ def parse_reduce_dtype(reduce_dtype: DTypeLike | None) -> np.dtype | None:
     if reduce_dtype is None:
         return None
     # A dtype of NumPy or JAX, as for a policy. Its own errors would allow every floating dtype.
-    allowed = "reduce_dtype should be float32, or None for the dtype of the products."
+    allowed = "reduce_dtype should be float32, or None for the dtype of the matmuls."
     try:
         dtype = parse_dtype(reduce_dtype)
     except (TypeError, ValueError) as error:

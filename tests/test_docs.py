@@ -63,21 +63,22 @@ def test_the_tables_are_those_of_the_results():
         assert pages.filled(text) == text
 
 
-def test_the_notebook_for_colab_is_that_of_the_site():
+@pytest.mark.parametrize("name", ["float16_in_ten_minutes", "is_it_faster"])
+def test_a_notebook_for_colab_is_that_of_the_site_with_its_outputs(name):
     from benchmarks.compiled import pages
 
-    made = json.loads(pages.NOTEBOOK.read_text())
-    assert made == pages.notebook(pages.SCRIPT.read_text())
-    sources = ["".join(cell["source"]) for cell in made["cells"]]
-    assert sources[0].startswith("%pip install")
-    script = pages.SCRIPT.read_text()
-    assert all(
-        source in script
-        for cell, source in zip(made["cells"], sources)
-        if cell["cell_type"] == "code" and source != sources[0]
-    )
-    assert pages.NOTEBOOK.name in (ROOT / "docs/index.md").read_text()
-    assert not any(re.search(r"\]\((?!https:)", source) for source in sources)  # Colab has no other files.
+    script, path = ROOT / f"docs/notebooks/{name}.py", ROOT / f"examples/{name}.ipynb"
+    assert pages.NOTEBOOKS[script] == path
+    made = json.loads(path.read_text())
+    assert pages.without_outputs(made) == pages.notebook(script.read_text())
+    install, *cells = [cell for cell in made["cells"] if cell["cell_type"] == "code"]
+    assert install["source"][0].startswith("%pip install")
+    assert all("".join(cell["source"]) in script.read_text() for cell in cells)
+    assert any(cell["outputs"] for cell in cells)
+    assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
+    assert path.name in (ROOT / "docs/index.md").read_text() + (ROOT / "docs/examples.md").read_text()
+    text = ["".join(cell["source"]) for cell in made["cells"] if cell["cell_type"] == "markdown"]
+    assert not any(re.search(r"\]\((?!https:)", source) for source in text)  # Colab has no other files.
 
 
 def test_the_address_of_the_repository_is_the_same_everywhere():

@@ -30,6 +30,8 @@ def parameters_of(function):
     """The names of the parameters, and the options that `**options: Unpack[Options]` stands for."""
     names = set(inspect.signature(function).parameters)
     for hint in function.__annotations__.values():
+        if isinstance(hint, str) and "Unpack" in hint:
+            hint = eval(hint, inspect.unwrap(function).__globals__)
         if typing.get_origin(hint) is typing.Unpack:
             names |= set(typing.get_args(hint)[0].__annotations__)
     return names

@@ -3,7 +3,7 @@
     python -m benchmarks.compiled.pages
 
 A table stands in a page between `<!-- begin NAME ARGUMENTS -->` and `<!-- end -->`. The command also makes
-the notebook for Colab from its script.
+the notebooks for Colab from their scripts, and runs those that have changed.
 """
 
 import json
@@ -125,11 +125,41 @@ def notebook(script: str) -> dict[str, Any]:
 
 
 _CELL = re.compile(r"^# %%( \[markdown\])?\n(.*?)(?=^# %%|\Z)", re.MULTILINE | re.DOTALL)
-SCRIPT = ROOT / "docs" / "notebooks" / "float16_in_ten_minutes.py"
-NOTEBOOK = ROOT / "examples" / "float16_in_ten_minutes.ipynb"
+NAMES_OF_NOTEBOOKS = ("float16_in_ten_minutes", "is_it_faster")
+NOTEBOOKS = {
+    ROOT / "docs" / "notebooks" / f"{name}.py": ROOT / "examples" / f"{name}.ipynb"
+    for name in NAMES_OF_NOTEBOOKS
+}
+
+
+def without_outputs(made: dict[str, Any]) -> dict[str, Any]:
+    """Returns a notebook as `notebook` makes it, without what its cells have printed and drawn."""
+    clean = {"execution_count": None, "outputs": []}
+    cells = [cell | clean if cell["cell_type"] == "code" else cell for cell in made["cells"]]
+    return made | {"cells": cells}
+
+
+def executed(made: dict[str, Any]) -> dict[str, Any]:
+    """Returns a notebook with its outputs, which GitHub shows. It needs `pip install -e ".[docs]"`."""
+    import nbformat  # pyright: ignore[reportMissingImports]
+    from nbclient import NotebookClient  # pyright: ignore[reportMissingImports]
+
+    install, *cells = made["cells"]
+    run: Any = nbformat.reads(json.dumps(made | {"cells": cells}), as_version=4)
+    NotebookClient(run, resources={"metadata": {"path": str(ROOT)}}).execute()
+    for cell in run["cells"]:
+        cell["metadata"] = {}
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop(
+                "text/html", None
+            )  # GitHub shows no page of `explain`; text is there too.
+    return made | {"cells": [install, *json.loads(nbformat.writes(run))["cells"]]}
 
 
 if __name__ == "__main__":
-    NOTEBOOK.write_text(json.dumps(notebook(SCRIPT.read_text()), indent=1) + "\n")
     for page in PAGES:
         page.write_text(filled(page.read_text()))
+    for script, path in NOTEBOOKS.items():
+        made = notebook(script.read_text())
+        if not path.exists() or without_outputs(json.loads(path.read_text())) != made:
+            path.write_text(json.dumps(executed(made), indent=1) + "\n")

@@ -17,12 +17,12 @@
 #
 # - on a CPU, where XLA mostly converts to float32 and back;
 # - if the GPU waits: for data, for Python, or for hundreds of small kernels.
-#   Matmuls of width 256 finish before the next one is launched;
+#   Matmuls of width 256 may end before the next kernel is launched;
 # - if most of the time goes to the optimizer, to embeddings or to other
 #   operations that stay float32;
 # - in bfloat16 on a V100 or a T4, which have no bfloat16: use float16;
 # - as much as expected where TF32 is on, as it is by default from the A100 on:
-#   the peak of half precision is then twice that of float32, not eight times;
+#   by the data sheets half precision is then at most twice as fast;
 # - for sizes that are no multiples of 8, such as a vocabulary of 50,257.
 #
 # It pays for large matmuls and convolutions, and for large activations: they

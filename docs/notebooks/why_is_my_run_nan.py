@@ -13,7 +13,7 @@
 # %% [markdown]
 # # Why is my run NaN?
 #
-# An attention model, written by hand in float16, has two faults. The run stops,
+# An attention model with manual casts to float16 has two faults. The run stops,
 # and the diagnostic tools find both of them. The data are scikit-learn's
 # scanned digits, with a row of pixels as a token. It runs on a CPU in about a
 # minute.

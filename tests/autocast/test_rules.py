@@ -103,7 +103,7 @@ MEANINGLESS = {
         ({"rules": {"**": "fp8"}}, r"'\*\*' gives 'fp8'.*autocast\(loss_fn, 'float8'\)"),
         ({"dtype": "Float8"}, r"Unknown dtype 'Float8'.*autocast\(loss_fn, 'float8'\)"),
         ({"dtype": "e4m3"}, r"Unknown dtype 'e4m3'.*autocast\(loss_fn, 'float8'\)"),
-        ({"dtype": jnp.float8_e5m2}, r"in 'float8' .large products in fp8"),
+        ({"dtype": jnp.float8_e5m2}, r"in 'float8' .large matmuls in fp8"),
         ({"reduce_dtype": "wide"}, r"reduce_dtype should be float32, or None .*Got 'wide'"),
     ],
     TypeError: [

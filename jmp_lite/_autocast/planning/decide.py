@@ -102,7 +102,7 @@ def _move(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis)
     if _casts_first(op, operands[0], wanted):
         # The devices send half, forwards and backwards, as with a cast by hand.
         half = dataclasses.replace(operands[0], kind=Kind.HALF)
-        return Decision(op, Category.MOVE, Move((Take.HALF,)), (half,), "products read its result", True)
+        return Decision(op, Category.MOVE, Move((Take.HALF,)), (half,), "matmuls use its result", True)
     if _looks_up_half(op, operands[0], wanted):
         operands = [dataclasses.replace(operands[0], kind=Kind.HALF), *operands[1:]]
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))

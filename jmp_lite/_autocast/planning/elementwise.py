@@ -21,7 +21,7 @@ def decide_elementwise(op: Op, operands: Sequence[State], wanted: Wanted, half: 
     is_wide = not kinds.isdisjoint(WIDE)
     # A product rounds the result in any case. Stored in half, it takes half the memory until then.
     if is_wide and wanted >= Wanted.WITH_OTHERS:
-        return store_half(op, operands, "products read its result")
+        return store_half(op, operands, "matmuls use its result")
     if Kind.HALF not in kinds:
         return _without_half(op, operands, kinds)
     if reason := _why_float32(op, operands, kinds, wanted, half):

@@ -123,7 +123,7 @@ def make_rules(
     half = np.dtype(jnp.bfloat16) if float8 else parse_dtype(dtype)
     if half not in (jnp.float16, jnp.bfloat16, jnp.float32):
         raise ValueError(
-            "autocast computes in float16 or bfloat16, in 'float8' (large products in fp8, all else in "
+            "autocast computes in float16 or bfloat16, in 'float8' (large matmuls in fp8, all else in "
             f"bfloat16), or in float32, which changes nothing. Got dtype={half.name}."
         )
     reduced = parse_reduce_dtype(reduce_dtype)
