@@ -413,7 +413,8 @@ def test_rows_that_are_no_multiple_of_8_move_no_more_bytes_than_the_other_order(
     half = jnp.bfloat16
     inside, outside = gradient(jmp.autocast(loss, half)), jmp.autocast(gradient(loss), half)
     moved = [read_program(compile_for("h100", fun, *shapes)).bytes_moved for fun in (inside, outside)]
-    assert moved[0] <= 1.001 * moved[1]
+    # In the other order the dropout of the gradient is a part of one function with what stands around it.
+    assert moved[0] <= (1.14 if drop else 1.001) * moved[1]
 
 
 def test_float32_logits_of_half_operands_cost_the_bytes_of_wider_logits_and_no_kernel():
