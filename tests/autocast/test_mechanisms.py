@@ -1,0 +1,119 @@
+"""The price of each mechanism of the plan: a law that falls without it.
+
+`NUMBERS` in test_passes.py has those of the passes. A new condition of the plan enters with a row here.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from jmp_lite._autocast.planning import decide, demand, dependence, elementwise, op, products, regions, wanted
+from tests.autocast import (
+    test_casts,
+    test_loops,
+    test_reduce_dtype,
+    test_rules,
+    test_shardings,
+    test_softmaxes,
+)
+from tests.jaxpr import test_picks
+from tests.laws import test_chains, test_found
+
+
+class Price(NamedTuple):
+    """A mechanism, what stands in its place without it, and a law with its arguments."""
+
+    place: Any
+    name: str
+    without: Any
+    law: Any
+    arguments: tuple[Any, ...] = ()
+
+
+def may_be_rounded_alone(operation, operands, half):
+    pairs = zip(operation.equation.invars, operands)
+    return "" if all(elementwise.may_be_rounded(operation, var, state) for var, state in pairs) else "rounds"
+
+
+def only_exact(operation, operands, want, analysis):
+    return products._EXACT if want is wanted.Wanted.EXACT else ""
+
+
+def no(*_, **__):
+    return False
+
+
+PRICES = {
+    "loops decide in float32": Price(
+        *(dependence.LoopDecisions, "variables", lambda *_, **__: frozenset()),
+        *(test_loops.test_a_vmapped_while_loop_stops_each_example_at_its_own_limit, ("inside",)),
+    ),
+    "what becomes integers is exact": Price(
+        *(wanted.Uses, "is_exact", property(no)),
+        *(test_found.test_a_product_of_which_only_integers_are_made_is_exact, ("float16",)),
+    ),
+    "gradients of weights are told apart": Price(
+        *(demand.DemandWalk, "_tells_gradients", no),
+        test_reduce_dtype.test_only_the_products_that_make_weight_gradients_give_float32_in_both_orders,
+        ("plain",),
+    ),
+    "one-hot labels select": Price(
+        *(products, "_why_float32", only_exact),
+        test_found.test_a_product_by_one_hot_labels_is_half_if_a_matmul_reads_it,
+    ),
+    "gradients of lookups by one-hot labels": Price(
+        *(demand.Analysis, "is_gradient_of_half", no),
+        test_found.test_a_lookup_in_a_table_that_is_computed_has_the_same_products_in_both_orders,
+        ("scaled", "float16"),
+    ),
+    "a pick needs no scatter": Price(
+        *(decide, "_picks", no),
+        test_picks.test_the_gradient_of_a_lookup_is_that_of_jax_and_needs_no_scatter,
+        ("the last axis", test_picks.LABELS, "grad(autocast)"),
+    ),
+    "moves in both dtypes": Price(
+        *(decide, "_moves_both", no),
+        *(
+            test_shardings.test_devices_send_half_and_sum_the_gradients_in_float32,
+            (test_shardings.ORDERS[0],),
+        ),
+    ),
+    "rows are looked up in half": Price(
+        *(decide, "_looks_up_half", no),
+        test_casts.test_rows_that_matmuls_alone_take_are_looked_up_in_half,
+        ("grad(autocast)",),
+    ),
+    "constants and squares that half rounds badly": Price(
+        *(elementwise, "_why_stored", may_be_rounded_alone),
+        *(test_found.test_a_factor_that_half_rounds_badly_is_not_rounded, ("float16",)),
+    ),
+    "a scalar argument is not rounded": Price(
+        *(elementwise, "may_be_rounded", lambda *_: True),
+        test_found.test_a_scalar_argument_that_is_added_is_not_rounded,
+    ),
+    "a loop computes again": Price(
+        *(op, "_recomputes", no), test_loops.test_a_loop_that_says_what_it_keeps_keeps_that
+    ),
+    "chains are one function": Price(
+        *(regions._Search, "chain", lambda *_: None),
+        *(test_chains.test_a_chain_that_would_round_more_than_twice_computes_in_float32, (1, "float16")),
+    ),
+    "softmaxes are one function": Price(
+        *(regions, "find_softmaxes", lambda *_: {}),
+        test_softmaxes.test_the_backward_pass_keeps_half_weights_and_only_scores_that_it_needs,
+        ("plain", "float16"),
+    ),
+    "the first rule decides": Price(
+        *(decide, "by_first_rule", lambda _, ruling, *__: ruling),
+        test_rules.test_rules_select_arguments_by_their_paths,
+    ),
+}
+
+
+# The first one runs a loop.
+@pytest.mark.parametrize("name", [pytest.param(next(iter(PRICES)), marks=pytest.mark.slow), *[*PRICES][1:]])
+def test_a_law_falls_without_each_mechanism(name, monkeypatch):
+    place, attribute, without, law, arguments = PRICES[name]
+    monkeypatch.setattr(place, attribute, without)
+    with pytest.raises(AssertionError):
+        law(*arguments)
