@@ -100,6 +100,7 @@ def resharded(fun, params, x):
     return sorted((aval.dtype.name, str(aval.sharding.spec)) for aval in found if aval.ndim == 2)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_weight_is_cast_before_reshard_gathers_it_and_its_gradient_after(order):
     params = {name: jax.device_put(leaf, NamedSharding(MESH, P("data"))) for name, leaf in WHOLE.items()}

@@ -159,6 +159,7 @@ CALLS = {
 }
 
 
+@pytest.mark.cases(fast=5, slow=0)
 @pytest.mark.parametrize("name", CALLS)
 @each_half
 def test_a_half_value_that_leaves_a_call_and_is_read_inside_meets_its_gradients_in_float32(half, name):

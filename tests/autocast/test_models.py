@@ -184,7 +184,7 @@ def test_a_transformer_saves_at_most_the_bytes_of_casts_by_hand_for_the_backward
     assert half < 0.65 * full
 
 
-@pytest.mark.cases(slow=5)  # In float16.
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("family", [bert, gpt2, neumf, resnet, unet], ids=lambda module: module.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_orders_compute_the_same_loss(family, dtype):

@@ -125,6 +125,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.cases(fast=3, slow=2)
 @each_half
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_softmax_of_half_scores_for_matmuls_alone_is_computed_once(name, half):

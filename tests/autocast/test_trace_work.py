@@ -83,7 +83,7 @@ def work(fun, *args):
 
 # With autocast inside the gradient, the transformer is more work: autocast traces the attention and both of
 # its rules. The plain program traces the rules alone.
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("program", "order", "limit"),
     [

@@ -23,6 +23,7 @@ def half_product(w, x):
     return (x.astype(F16) @ w.astype(F16)).astype(F32)
 
 
+@pytest.mark.cases(fast=4, slow=0)
 @tools
 @pytest.mark.parametrize("number", [2.0, {"t": 2.0}], ids=["alone", "in a tree"])
 def test_a_python_number_among_the_parameters(tool, number):
@@ -52,6 +53,7 @@ def conjugate_gradients(w, x):
     return jnp.mean(jax.scipy.sparse.linalg.cg(system, x.sum(0))[0]) + jnp.mean(half_product(w, x))
 
 
+@pytest.mark.cases(slow=2)
 @tools
 def test_a_linear_solve_beside_half_values(tool):
     assert str(tool(conjugate_gradients)(W, X))
@@ -65,6 +67,7 @@ def test_an_overflow_beside_a_linear_solve():
     assert report.remedies
 
 
+@pytest.mark.cases(fast=4, slow=1)
 @tools
 @pytest.mark.parametrize("option", ["jax_debug_nans", "jax_debug_infs"])
 def test_the_options_of_jax_that_raise_at_a_nan(tool, option):
@@ -104,6 +107,7 @@ def test_the_counts_of_an_explicit_mesh_are_those_of_one_device():
     assert str(one) == str(several)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_loop_that_counts_ends_in_half_too(waits):
     def loss(w, x, steps):
