@@ -51,8 +51,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # JAX makes many objects that live long: at the usual threshold of 700 a tenth of the time goes to garbage.
 gc.set_threshold(50_000)
 
-# What reads jaxprs, or names JAX's own functions, types and modules: CI runs it on the oldest JAX too. What needs
-# the extra [peers] runs there alone.
+# What reads jaxprs, or names JAX's own functions, types and modules: CI runs it on the oldest JAX too. It
+# also runs there what needs the extra [peers].
 _BY_VERSION = (
     *("jaxpr", "autocast", "test_imports.py", "test_types.py"),
     *("core/test_jmp_compatibility.py", "core/scaling/test_peers.py"),

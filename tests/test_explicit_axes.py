@@ -59,7 +59,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.filterwarnings("ignore:autocast.*'float8'")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -199,6 +199,7 @@ def test_stochastic_rounding_gives_each_element_the_bits_that_it_has_on_one_devi
         np.testing.assert_array_equal(np.asarray(rounded, np.float32), np.asarray(expected, np.float32))
 
 
+@pytest.mark.slow
 def test_an_inf_in_one_shard_skips_the_step_on_all_devices():
     params, x = sharded()
     x = jnp.where(jnp.arange(32, out_sharding=P("data"))[:, None] == 5, jnp.inf, x)

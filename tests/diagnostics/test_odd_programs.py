@@ -99,6 +99,7 @@ def test_an_explicit_mesh(tool, how):
         assert str(tool(lambda w, x: jnp.mean((x @ w) ** 2))(w, x))
 
 
+@pytest.mark.slow
 def test_the_counts_of_an_explicit_mesh_are_those_of_one_device():
     mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     x = jax.device_put(jnp.arange(32.0).reshape(8, 4), jax.NamedSharding(mesh, jax.P("d", "e")))
@@ -107,7 +108,7 @@ def test_the_counts_of_an_explicit_mesh_are_those_of_one_device():
     assert str(one) == str(several)
 
 
-@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_loop_that_counts_ends_in_half_too(waits):
     def loss(w, x, steps):

@@ -105,6 +105,7 @@ def test_each_policy_has_a_trace_of_its_own_under_the_jit_of_flax():
         assert Model().apply(variables, ids).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_run_that_is_repeated_in_float32_between_layers_counts_once():
     class Counts(nn.Module):
         def setup(self):

@@ -55,7 +55,7 @@ INNER = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", INNER)
 def test_the_masters_are_the_parameters_of_a_float32_program(name):
     """Any optimizer on half parameters with masters does what it does on float32 parameters."""

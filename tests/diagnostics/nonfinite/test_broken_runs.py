@@ -76,7 +76,7 @@ def test_the_operation_the_line_and_a_remedy_that_helps(run):
 # Finite, and wrong.
 
 
-@pytest.mark.cases(fast=1, slow=2)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("run", cases(OVERFLOWS))
 def test_an_overflow_that_ends_in_finite_numbers(run):
     report = report_of(run)

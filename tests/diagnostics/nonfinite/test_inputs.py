@@ -47,6 +47,7 @@ def test_has_aux_argnums_and_keywords():
     assert (both.parameters, both.gradients) == (2, ("0", "1"))
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_parameter_may_be_one_of_the_arguments_that_have_no_name(number):
     arrays = [x, x]

@@ -23,6 +23,7 @@ def mean_of(rate):
     return step
 
 
+@pytest.mark.slow
 def test_running_means_of_which_half_never_move():
     x = jnp.tile(jnp.array([3.0, 9.0] * 4), (16, 1))
     (fault,) = faults(mean_of(0.001), jnp.ones(8, BF16), x)

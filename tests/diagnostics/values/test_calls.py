@@ -36,6 +36,7 @@ def test_the_first_iteration_of_a_growing_carry(reverse):
     assert cause.operand_ranges[0] == (pytest.approx(1e30), pytest.approx(1e30))
 
 
+@pytest.mark.slow
 def test_a_scan_in_a_scan():
     def loss(w, x):
         def inner(c, j):
