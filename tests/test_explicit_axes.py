@@ -187,7 +187,7 @@ def test_a_transform_trains_as_on_one_device(name, jit):
         assert_split(resumed.inner_state[0].mu)
 
 
-@pytest.mark.cases(fast=1, slow=0)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_stochastic_rounding_gives_each_element_the_bits_that_it_has_on_one_device(dtype):
     key, (params, _) = jax.random.key(3), sharded()

@@ -31,6 +31,7 @@ def sums(fun):
     return [o.outputs[0].partition("[")[0] for o in added]
 
 
+@pytest.mark.cases(fast=2, slow=4)
 @pytest.mark.parametrize(
     ("half_sums", "dtypes"),
     [

@@ -23,7 +23,7 @@ def half_product(w, x):
     return (x.astype(F16) @ w.astype(F16)).astype(F32)
 
 
-@pytest.mark.cases(fast=4, slow=0)
+@pytest.mark.cases(fast=2, slow=2)
 @tools
 @pytest.mark.parametrize("number", [2.0, {"t": 2.0}], ids=["alone", "in a tree"])
 def test_a_python_number_among_the_parameters(tool, number):
@@ -36,12 +36,14 @@ def test_a_python_number_among_the_parameters(tool, number):
     assert str(tool(loss)(number, X)) == str(tool(loss)(jax.tree.map(jnp.asarray, number), X))
 
 
+@pytest.mark.cases(fast=1, slow=3)
 @tools
 def test_a_python_number_in_the_data(tool):
     loss = lambda w, x, t: jnp.mean((x.astype(F16) @ w.astype(F16)) * t).astype(F32)
     assert str(tool(loss)(W, X, 0.5))
 
 
+@pytest.mark.cases(fast=2, slow=2)
 @tools
 def test_a_constant_loss(tool):
     assert str(tool(lambda w, x: 0.0)(W, X))
@@ -67,7 +69,7 @@ def test_an_overflow_beside_a_linear_solve():
     assert report.remedies
 
 
-@pytest.mark.cases(fast=4, slow=1)
+@pytest.mark.cases(fast=1, slow=3)
 @tools
 @pytest.mark.parametrize("option", ["jax_debug_nans", "jax_debug_infs"])
 def test_the_options_of_jax_that_raise_at_a_nan(tool, option):

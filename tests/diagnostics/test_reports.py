@@ -37,7 +37,7 @@ def loss_with(constant):
 follows_inf = lambda name: "nonfinite" in name or "doctor" in name
 
 
-@pytest.mark.cases(fast=6, slow=4)
+@pytest.mark.cases(fast=3, slow=5)
 @pytest.mark.parametrize(
     ("tool", "divisor"),
     [

@@ -40,7 +40,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.cases(fast=4, slow=4)
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("labels", [LABELS, OUTSIDE], ids=["inside", "outside"])
 @pytest.mark.parametrize("name", LOOKUPS)

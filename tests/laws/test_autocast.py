@@ -99,7 +99,7 @@ def dtypes(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
-@pytest.mark.cases(fast=7, slow=len(PROGRAMS))
+@pytest.mark.cases(fast=5, slow=len(PROGRAMS))
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=3)
@@ -173,7 +173,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("way", ["plain", "remat"])
-@pytest.mark.cases(fast=5, slow=4)
+@pytest.mark.cases(fast=3, slow=6)
 @pytest.mark.usefixtures("only_new_garbage")
 def test_no_array_of_the_users_outlives_a_trace(way, program):
     """Constants of the function, and its arguments."""

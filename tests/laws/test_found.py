@@ -137,6 +137,7 @@ ACTIVATIONS = {
 }
 
 
+@pytest.mark.cases(fast=2, slow=2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_function_of_two_half_values_of_which_one_is_constant(name):
     loss = lambda w: jnp.sum(jnp.sin(ACTIVATIONS[name](X @ w, X @ jnp.flip(W)) @ w))
@@ -663,7 +664,7 @@ AUX = {
 }
 
 
-@pytest.mark.cases(fast=6, slow=0)
+@pytest.mark.cases(fast=3, slow=3)
 @pytest.mark.parametrize("name", AUX)
 @pytest.mark.parametrize("way", ["plain", "vmap", "grad"])
 def test_the_auxiliary_results_of_a_solver_are_those_of_the_program(name, way):
@@ -684,7 +685,7 @@ def test_the_auxiliary_results_of_a_solver_are_those_of_the_program(name, way):
         np.testing.assert_allclose(ours, plain, rtol=0.02)
 
 
-@pytest.mark.cases(fast=5, slow=0)
+@pytest.mark.cases(fast=3, slow=3)
 @pytest.mark.parametrize("go", [lambda f: f, jax.jit, jax.grad], ids=["", "jit", "grad"])
 @pytest.mark.parametrize("start", [jnp.float32(0), jnp.zeros(8), jnp.int32(0)], ids=str)
 def test_a_mutable_array_that_is_closed_over_is_written_as_in_the_program(start, go):

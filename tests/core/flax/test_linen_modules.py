@@ -171,6 +171,7 @@ def test_a_train_state_trains_and_survives_flax_serialization():
     assert step._cache_size() == 1
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("rewrite", [nn.WeightNorm, nn.SpectralNorm])
 def test_modules_that_rewrite_parameters_see_them_unrounded(rewrite):
     class Model(nn.Module):

@@ -93,6 +93,7 @@ def test_every_field_is_restored(scale, settings):
 DYNAMIC, STATIC = jmp.DynamicLossScale, jmp.StaticLossScale
 
 
+@pytest.mark.cases(fast=2, slow=2)
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
@@ -129,6 +130,7 @@ def test_a_dynamic_scale_is_not_lost_in_a_state_without_one(target, message):
         restored(target.init(make_params()), state)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("clip", [(None, 1.0), (1.0, None)], ids=["on", "off"])
 def test_a_clip_may_be_switched(clip):
     before, after = clip

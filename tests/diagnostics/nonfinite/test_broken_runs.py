@@ -18,7 +18,7 @@ MANY_TRIALS = (
 
 
 def cases(runs):
-    """Every second named kind of fault is fast, the others and those of many trials are slow.
+    """Every third named kind of fault is fast, the others and those of many trials are slow.
 
     Those after public issues, and every second one with remedies of its own, are exhaustive.
     """
@@ -27,7 +27,7 @@ def cases(runs):
     def marks(run):
         if run.source or run in REMEDIED[1::2]:
             return [pytest.mark.exhaustive]
-        return [] if run in named[::2] else [pytest.mark.slow]
+        return [] if run in named[::3] else [pytest.mark.slow]
 
     return [pytest.param(run, marks=marks(run), id=run.name) for run in runs]
 

@@ -178,6 +178,7 @@ def test_the_head_says_where_the_parameter_stands():
     assert head(scoped) == "inf from log in head, after w, forward pass"
 
 
+@pytest.mark.slow
 def test_a_derivative_that_only_the_backward_pass_reads():
     cause = find_nonfinite(lambda w, x: jnp.sum(jnp.sqrt(w * 0)))(w, x).cause
     assert cause.direction == "derivative"
@@ -188,6 +189,7 @@ def test_a_derivative_that_only_the_backward_pass_reads():
     assert both.direction == "forward"
 
 
+@pytest.mark.slow
 def test_an_overflow_that_the_next_iteration_makes_finite_and_wrong():
     def loss(w, x):
         def body(carry, _):

@@ -36,6 +36,7 @@ def test_running_means_of_which_half_never_move():
     assert faults(mean_of(0.25), jnp.ones(8, BF16), x) == []
 
 
+@pytest.mark.slow
 def test_a_teacher_that_bfloat16_shrinks():
     def step(teacher, params):
         return jax.tree.map(

@@ -127,6 +127,7 @@ def test_a_loop_under_vmap_that_does_not_end_is_stopped():
     assert len(report.cut) == 1
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("before", [False, True])
 def test_a_counted_loop_of_12000_steps_is_no_finding_and_an_inf_before_it_is_one(before):
     def loss(w, steps):
@@ -189,6 +190,7 @@ def test_the_inside_of_a_large_while_loop_is_not_measured_and_the_page_says_so()
     assert "    Where inside of the loop was not found: examine its body alone" in str(report)
 
 
+@pytest.mark.slow
 def test_an_inf_that_enters_the_backward_pass_of_a_scan_begins_outside_of_it():
     def loss(w, x):
         rows = lax.scan(lambda carry, row: (jnp.tanh(carry @ w) + row, carry), x[0], x)[1]
