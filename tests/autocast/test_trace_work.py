@@ -124,7 +124,7 @@ def layers(count):
 
 
 # The work of a layer was the same from 4 to 96 layers, to one part in 10,000.
-@pytest.mark.cases(slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:autocast.*'float8'")
 @pytest.mark.parametrize(
     ("dtype", "order", "limit"),

@@ -88,7 +88,7 @@ def test_the_options_of_jax_that_raise_at_a_nan(tool, option):
         jax.config.update(option, False)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize("how", ["explicit", "set_mesh"])
 @tools
 def test_an_explicit_mesh(tool, how):

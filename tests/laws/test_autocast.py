@@ -115,7 +115,7 @@ def test_many_cases_run_with_their_dtypes_and_the_same_products_in_both_orders(p
     check_traces(data.draw(cases(program)))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=len(PROGRAMS) // 2)
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=4)
@@ -140,7 +140,7 @@ def states(plan: Plan) -> Iterator[tuple]:
             yield from states(inner)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=len(PROGRAMS) // 2)
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=4)

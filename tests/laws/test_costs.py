@@ -101,7 +101,7 @@ def calls(fun):
     return count
 
 
-@pytest.mark.cases(slow=6)
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_twice_the_length_costs_at_most_2_2_times_as_much(name, order):

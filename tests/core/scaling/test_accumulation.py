@@ -25,7 +25,7 @@ WITH = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("name", WITH)
 def test_an_accumulation_is_not_continued_with_fewer_micro_batches(name, saved):

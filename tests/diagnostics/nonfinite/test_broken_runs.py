@@ -18,14 +18,14 @@ MANY_TRIALS = (
 
 
 def cases(runs):
-    """Every third named kind of fault is fast, the others and those of many trials are slow.
+    """Of three named kinds of faults one is fast, one slow and one exhaustive. Those of many trials are slow.
 
     Those after public issues, and every second one with remedies of its own, are exhaustive.
     """
     named = [run for run in runs if not run.source and run not in REMEDIED and run.name not in MANY_TRIALS]
 
     def marks(run):
-        if run.source or run in REMEDIED[1::2]:
+        if run.source or run in REMEDIED[1::2] or run in named[2::3]:
             return [pytest.mark.exhaustive]
         return [] if run in named[::3] else [pytest.mark.slow]
 

@@ -42,7 +42,7 @@ def test_a_harmless_mask_is_not_taken_for_the_cause():
     assert [each.operation for each in report.harmless] == ["select_n"]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_inf_that_became_finite_before_the_cause_is_named_as_perhaps_the_cause(masked):
     def loss(w, x):

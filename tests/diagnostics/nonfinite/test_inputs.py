@@ -21,7 +21,7 @@ class Tower(nnx.Module):
         return self.second(nnx.relu(self.first(x)) * 6e4)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("how", ["policy", "autocast"])
 def test_an_nnx_model_is_named_by_its_parameters_and_stays_as_it_is(how):
     model = Tower(nnx.Rngs(0))

@@ -97,7 +97,7 @@ def newton(weight, a, half):
     return jnp.sum(weight) * root.astype(jnp.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_loop_that_does_not_end_in_half_is_stopped_and_named(nested):
     def loss(weight, half):
