@@ -51,8 +51,12 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # JAX makes many objects that live long: at the usual threshold of 700 a tenth of the time goes to garbage.
 gc.set_threshold(50_000)
 
-# What reads jaxprs, or names JAX's own functions, types and modules: CI runs it on the oldest JAX too.
-_BY_VERSION = ("jaxpr", "autocast", "test_imports.py", "test_types.py", "core/test_jmp_compatibility.py")
+# What reads jaxprs, or names JAX's own functions, types and modules: CI runs it on the oldest JAX too. It
+# also runs there what needs the extra [peers].
+_BY_VERSION = (
+    *("jaxpr", "autocast", "test_imports.py", "test_types.py"),
+    *("core/test_jmp_compatibility.py", "core/scaling/test_peers.py"),
+)
 
 # The CPU seconds of the compilation in `_slowdown` on an idle core.
 _IDLE_COMPILATION = 0.05
@@ -103,8 +107,10 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """
     seen: collections.Counter[tuple[Path, str]] = collections.Counter()
     versioned = [Path(__file__).with_name("tests") / name for name in _BY_VERSION]
+    paths = {item.path for item in items}
+    versioned = {path for path in paths if any(path.is_relative_to(each) for each in versioned)}
     for item in items:
-        if any(item.path.is_relative_to(path) for path in versioned):
+        if item.path in versioned:
             item.add_marker("by_version")
         mark = item.get_closest_marker("cases")
         if mark is not None:

@@ -108,7 +108,7 @@ def moved(a, b):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 def test_a_skipped_micro_batch_leaves_every_bit(start):
     state = start.state()
     for x, y in start.batches[:3]:

@@ -69,29 +69,36 @@ def log(folder, name):
     return (folder / f"{name}.jsonl").read_text().splitlines()
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The folder of the runs, and the output of each run.
+TWO = ("--processes", "2", "--devices", "4")
 
-    The first run ends. The second run is killed, and SLURM's variables start it again.
-    """
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The folder of the runs, and the output of a run that ends."""
     folder = tmp_path_factory.mktemp("runs")
-    two = ("--processes", "2", "--devices", "4")
-    found = {"whole": finish(start(folder, "whole", *two, "--variants"))}
+    found = finish(start(folder, "whole", *TWO, "--variants"))
+    assert found.returncode == 0, found.stderr
+    return folder, found
+
+
+@pytest.fixture(scope="module")
+def runs(ended):
+    """The folder, and the output of a run that is killed and that SLURM's variables start again."""
+    folder, found = ended[0], {}
     # On a busy machine the processes may not find one another in time. Then no step is saved.
     for _ in range(2):
-        found["killed"] = finish(start(folder, "killed", *two, "--die-at", str(KILLED)))
+        found["killed"] = finish(start(folder, "killed", *TWO, "--die-at", str(KILLED)))
         if any(path.is_dir() for path in (folder / "killed").glob("*")):
             break
     found["left"] = sorted(path.name for path in (folder / "killed").iterdir() if path.is_dir())
     found["again"], found["other"] = map(finish, start_by_slurm(folder, "killed", "--devices", "4"))
-    for name in ("whole", "again", "other"):
+    for name in ("again", "other"):
         assert found[name].returncode == 0, found[name].stderr
     return folder, found
 
 
-def test_an_inf_in_the_shard_of_one_process_skips_the_step_on_all(runs):
-    first, second = results(runs[0], "whole", "whole")
+def test_an_inf_in_the_shard_of_one_process_skips_the_step_on_all(ended):
+    first, second = results(ended[0], "whole", "whole")
     # The same scales and counters, and the same bits of arrays.
     assert json.dumps(first) == json.dumps(second)
     history = first["history"]
@@ -102,9 +109,9 @@ def test_an_inf_in_the_shard_of_one_process_skips_the_step_on_all(runs):
     assert math.isfinite(history[POISONED]["loss"])
 
 
-def test_with_fsdp_a_device_holds_an_eighth_and_skips_with_the_others(runs):
-    split, other = results(runs[0], "whole")
-    whole, _ = results(runs[0], "whole", "whole")
+def test_with_fsdp_a_device_holds_an_eighth_and_skips_with_the_others(ended):
+    split, other = results(ended[0], "whole")
+    whole, _ = results(ended[0], "whole", "whole")
     assert whole["bytes"] / 8 < split["bytes"] < 1.3 * whole["bytes"] / 8
     assert split["digest"] != other["digest"]  # Other parts of the same arrays.
     assert json.dumps(split["history"]) == json.dumps(other["history"])
@@ -112,16 +119,17 @@ def test_with_fsdp_a_device_holds_an_eighth_and_skips_with_the_others(runs):
     np.testing.assert_allclose(*losses, rtol=jnp.finfo(jnp.float16).eps)
 
 
-def test_process_0_alone_prints_and_logs(runs):
-    folder, found = runs
+def test_process_0_alone_prints_and_logs(ended):
+    folder, found = ended
     rows = results(folder, "whole")[0]["history"]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert log(folder, "whole") == [json.dumps(row) for row in rows]
-    out = found["whole"].stdout
+    out = found.stdout
     assert out.count("2 processes, 8 devices") == 3  # Once a run.
     assert out.count(f"step {STEPS}: loss {rows[-1]['loss']:.4f}, 1 steps skipped") == 1
 
 
+@pytest.mark.exhaustive
 def test_kill_9_of_one_process_in_the_middle_of_a_save_ends_the_other_and_leaves_no_checkpoint(runs):
     _, found = runs
     assert found["killed"].returncode not in (0, None)
@@ -130,6 +138,7 @@ def test_kill_9_of_one_process_in_the_middle_of_a_save_ends_the_other_and_leaves
     assert max(int(name) for name in found["left"] if name.isdigit()) == SAVE_EVERY
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on_with_the_losses_of_one_that_was_not_killed(runs):
     folder, found = runs
     assert f"Continues from step {SAVE_EVERY}." in found["again"].stdout
@@ -142,15 +151,15 @@ def test_a_killed_run_goes_on_with_the_losses_of_one_that_was_not_killed(runs):
 # In which dtype the sums over devices run.
 
 
-def test_gradients_are_reduced_in_half_or_float32_by_choice(runs):
-    tables = runs[1]["whole"].stdout.split("2 processes, 8 devices")[2:]  # Half and float32, not split.
+def test_gradients_are_reduced_in_half_or_float32_by_choice(ended):
+    tables = ended[1].stdout.split("2 processes, 8 devices")[2:]  # Half and float32, not split.
     weights, biases = 64 * 64 + 64 * 256, 64 + 256
     rows = [re.findall(r"all-reduce +(f\d+).* ([\d,]+)$", table, re.MULTILINE) for table in tables]
     reduced = [{dtype: int(size.replace(",", "")) for dtype, size in each} for each in rows]
     assert reduced[0]["f16"] == 2 * weights
     assert reduced[0]["f32"] == 4 * (biases + 1)  # And the loss.
     assert reduced[1] == {"f32": 4 * (weights + biases + 1)}
-    half, wide = (results(runs[0], "whole", name)[0]["history"] for name in ("whole", "float32"))
+    half, wide = (results(ended[0], "whole", name)[0]["history"] for name in ("whole", "float32"))
     assert half[0]["loss"] == wide[0]["loss"]  # The forward pass is the same.
     assert half[-1]["loss"] != wide[-1]["loss"]
     assert half[-1]["loss"] == pytest.approx(wide[-1]["loss"], rel=2**-10)

@@ -59,7 +59,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.filterwarnings("ignore:autocast.*'float8'")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -100,6 +100,7 @@ def resharded(fun, params, x):
     return sorted((aval.dtype.name, str(aval.sharding.spec)) for aval in found if aval.ndim == 2)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_weight_is_cast_before_reshard_gathers_it_and_its_gradient_after(order):
     params = {name: jax.device_put(leaf, NamedSharding(MESH, P("data"))) for name, leaf in WHOLE.items()}
@@ -186,7 +187,7 @@ def test_a_transform_trains_as_on_one_device(name, jit):
         assert_split(resumed.inner_state[0].mu)
 
 
-@pytest.mark.cases(fast=1, slow=0)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_stochastic_rounding_gives_each_element_the_bits_that_it_has_on_one_device(dtype):
     key, (params, _) = jax.random.key(3), sharded()
@@ -198,6 +199,7 @@ def test_stochastic_rounding_gives_each_element_the_bits_that_it_has_on_one_devi
         np.testing.assert_array_equal(np.asarray(rounded, np.float32), np.asarray(expected, np.float32))
 
 
+@pytest.mark.slow
 def test_an_inf_in_one_shard_skips_the_step_on_all_devices():
     params, x = sharded()
     x = jnp.where(jnp.arange(32, out_sharding=P("data"))[:, None] == 5, jnp.inf, x)

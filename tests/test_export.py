@@ -20,6 +20,7 @@ def variables():
     return script.train(30)
 
 
+@pytest.mark.exhaustive
 def test_the_example_prints_size_and_accuracy_of_what_a_fresh_process_says(
     variables, monkeypatch, capsys, tmp_path
 ):

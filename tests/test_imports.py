@@ -341,6 +341,7 @@ def test_importing_does_not_import_flax(fresh_import):
     }
 
 
+@pytest.mark.slow
 def test_importing_and_building_scales_and_policies_starts_no_backend(fresh_import):
     # A process that starts a backend too early cannot set its flags or distribute any more.
     assert fresh_import[0] == "False"

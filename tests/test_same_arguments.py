@@ -62,6 +62,7 @@ def test_every_function_that_takes_a_loss_scale_is_tested_here():
     assert functions_with("loss_scale") == {name for name in SCALED if " " not in name}
 
 
+@pytest.mark.cases(fast=4, slow=9)
 @pytest.mark.parametrize("name", SCALED)
 def test_a_number_is_a_static_loss_scale(name):
     expected = SCALED[name](jmp.StaticLossScale(8.0))

@@ -169,7 +169,7 @@ def make_step(tx, params=None, select=True):
     return train_step, (params, tx.init(params), jnp.zeros(8), jax.tree.map(jnp.copy, params))
 
 
-@pytest.mark.cases(fast=2, slow=1)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     "tx",
     [

@@ -92,6 +92,7 @@ def without_second_derivatives(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **options: attend(q, k, v))
 
 
+@pytest.mark.cases(fast=1, slow=3)
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jmp.autocast], ids=["alone", "autocast"])
 @pytest.mark.parametrize("kind", ["cudnn", "xla"])
 def test_a_second_derivative_is_refused(kind, wrap, monkeypatch):

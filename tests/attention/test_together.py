@@ -71,7 +71,7 @@ def test_a_policy_runs_the_layers_and_the_attention_is_fused(order):
 MESH = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_it_runs_in_shards(order, gradients):
     """The batch and the heads are split, and each shard calls its own kernel."""
@@ -141,6 +141,7 @@ def test_a_training_step_with_a_loss_scale(monkeypatch):
     assert int(jmp.get_metrics(state)["skipped_steps"]) == 0
 
 
+@pytest.mark.slow
 def test_options_of_autocast_hold_around_it(gradients):
     fused = fuse(loss)
     for options in ({"rules": {"**": "float32"}}, {"deny": ["dot_general"]}, {"float32_results": "**"}):

@@ -14,6 +14,7 @@ from tests.support.jaxprs import equations, operands_of, products
 from tests.support.small_programs import W, X
 
 
+@pytest.mark.cases(fast=1, slow=2)
 @each_half
 @pytest.mark.parametrize(
     "fun",
@@ -73,6 +74,7 @@ def test_activation_functions_of_many_operations_have_the_derivatives_of_float32
         assert_close(push(grad)(W), push(jax.grad(loss))(W), half, factor=48)
 
 
+@pytest.mark.cases(fast=1, slow=2)
 @each_half
 @pytest.mark.parametrize("name", ["gelu", "gelu with erf"])
 def test_a_bias_that_the_program_broadcasts_itself_costs_nothing(name, half):
@@ -95,6 +97,7 @@ def test_a_bias_that_the_program_broadcasts_itself_costs_nothing(name, half):
     assert_close(grad(jmp.autocast(explicit, half)), grad(implicit), half, factor=16)
 
 
+@pytest.mark.slow
 @each_half
 def test_the_backward_pass_keeps_a_matmul_without_its_bias_or_with_it_but_not_both(half):
     """XLA adds the bias where an activation function reads the sum, so it need not write the sum."""
@@ -130,6 +133,7 @@ def test_a_bias_in_front_of_an_activation_function_is_not_rounded_and_its_gradie
     assert set(of_bias("reduce_sum", lambda e: e.outvars[0])) == {("float32", "float32")}
 
 
+@pytest.mark.slow
 @each_half
 def test_layers_of_several_widths_have_activation_functions_of_their_own(half):
     """Equal activation functions share one trace; the shape to which each broadcasts its bias is its own."""
@@ -148,8 +152,6 @@ def test_layers_of_several_widths_have_activation_functions_of_their_own(half):
 
 
 READERS = {
-    "the activation function": lambda y: jax.nn.gelu(y) @ W,
-    "two activation functions": lambda y: jax.nn.gelu(y) @ W + jax.nn.gelu(y, approximate=False) @ W.T,
     "a product of activation functions": lambda y: (jax.nn.silu(y) * y) @ W,
     "a matmul too": lambda y: jax.nn.gelu(y) @ W + y @ W,
     "float32 too": lambda y: jax.nn.gelu(y) @ W + jnp.exp(y),
@@ -157,9 +159,12 @@ READERS = {
     "a matmul, of a part": lambda y: (lambda t: t @ W + (1 - t**2) @ W.T)(
         jnp.tanh(y)
     ),  # As a derivative does.
+    "the activation function": lambda y: jax.nn.gelu(y) @ W,
+    "two activation functions": lambda y: jax.nn.gelu(y) @ W + jax.nn.gelu(y, approximate=False) @ W.T,
 }
 
 
+@pytest.mark.cases(fast=1, slow=8)
 @each_half
 @pytest.mark.parametrize("readers", READERS)
 def test_whoever_reads_a_matmul_with_a_bias_the_gradients_are_right(readers, half):
@@ -173,6 +178,7 @@ def test_whoever_reads_a_matmul_with_a_bias_the_gradients_are_right(readers, hal
     assert_close(push(jax.jit(inside)), push(grads), half, factor=48)
 
 
+@pytest.mark.slow
 @each_half
 def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half):
     """A product of the backward pass wants the error in half; the loss squares it in float32."""
@@ -186,6 +192,7 @@ def test_the_backward_pass_does_not_round_what_the_loss_reads_in_float32(half):
             assert_close(jax.jit(grad)(W, X), expected, half, factor=16)
 
 
+@pytest.mark.slow
 @each_half
 def test_an_activation_that_products_and_residual_sums_read_rests_in_half(half):
     """As in a ResNet, whose last activation only a mean reads. Each sum is computed in float32."""
@@ -238,6 +245,7 @@ def test_the_cotangent_of_an_activation_function_is_kept_in_half(half):
     assert [var.aval.dtype.name for var in barrier.invars] == [half]
 
 
+@pytest.mark.slow
 @each_half
 def test_the_cotangent_of_a_gate_behind_a_norm_is_kept_in_half(half):
     """The norm would read it twice in float32. The gate itself reads the unrounded result of the norm."""

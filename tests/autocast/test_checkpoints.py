@@ -116,7 +116,7 @@ def test_a_policy_of_the_checkpoint_keeps_what_it_says():
     assert "float32" in kept(scanned(block, lambda body: jax.checkpoint(body, policy=policy)))
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("loss", [scanned(block), unrolled], ids=["scanned", "unrolled"])
 def test_the_loss_is_that_of_the_forward_pass_to_the_last_bit(loss):
     fun = jax.jit(jmp.autocast(loss))

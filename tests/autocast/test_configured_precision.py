@@ -64,7 +64,7 @@ def gaussian_process(log_scales):
 TRIPLES = [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]
 
 
-@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("setter", "half", "order"), [(SETTERS[i], HALVES[j], ORDERS[k]) for i, j, k in TRIPLES]
 )

@@ -51,7 +51,7 @@ def counting_rules():
     return with_vjp, with_jvp, calls
 
 
-@pytest.mark.cases(fast=4, slow=0)
+@pytest.mark.cases(fast=2, slow=2)
 @EACH_ORDER
 @pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
@@ -172,6 +172,7 @@ def perturbation_rules():
     return with_vjp, with_jvp, seen
 
 
+@pytest.mark.cases(fast=2, slow=2)
 @EACH_ORDER
 @pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
 def test_a_rule_may_take_and_give_integers(kind, order, half):
@@ -234,6 +235,7 @@ def test_a_rule_with_symbolic_zeros_knows_which_operands_are_perturbed(kind, arg
     assert set(products(grad, X, W)) == {("bfloat16", "bfloat16")}
 
 
+@pytest.mark.cases(fast=1, slow=2)
 @pytest.mark.parametrize("other", [jnp.complex64, jnp.float16, jnp.bfloat16])
 def test_a_cotangent_of_another_dtype_keeps_it(other):
     """A rule of float32 operands with a second result in a dtype of the user's own."""

@@ -40,6 +40,7 @@ def test_a_second_derivative_of_float8_is_an_error_that_names_the_order_that_wor
         jax.eval_shape(jax.jacrev(jax.jacrev(lambda x: jmp.autocast(critic, **FLOAT8)(weights, x))), ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:autocast.*float8.*runs on cpu")
 def test_a_second_derivative_in_the_order_that_works_is_that_of_float32():
     reference = jax.jit(jax.grad(penalty(critic)))((W1, W2))
@@ -159,6 +160,7 @@ CALLS = {
 }
 
 
+@pytest.mark.cases(fast=3, slow=3)
 @pytest.mark.parametrize("name", CALLS)
 @each_half
 def test_a_half_value_that_leaves_a_call_and_is_read_inside_meets_its_gradients_in_float32(half, name):

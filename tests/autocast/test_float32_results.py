@@ -46,6 +46,7 @@ def test_in_both_orders_only_the_selected_product_gives_float32(half):
             assert set(counts) == {narrow, wide}
 
 
+@pytest.mark.slow
 def test_the_gradients_are_those_of_the_plain_autocast_to_the_rounding_of_half():
     exact = jax.jit(jax.grad(loss_fn))(PARAMS, X, Y)
     orders = [

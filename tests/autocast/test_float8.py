@@ -148,7 +148,7 @@ PROGRAMS = {
 W, XS = normal(3, 32, 32) / 5, normal(4, 16, 32)
 
 
-@pytest.mark.cases(fast=4, slow=2)
+@pytest.mark.cases(fast=1, slow=3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_both_orders_have_the_same_products_and_gradients(name):
     loss = lambda w, x: jnp.sum(jnp.square(PROGRAMS[name](w, x)))
@@ -210,6 +210,7 @@ def test_the_cast_of_an_activation_function_computes_it_again():
     assert np.array_equal(again.bits, once.bits)
 
 
+@pytest.mark.slow
 def test_the_cast_of_an_activation_function_has_the_bias_in_front_of_it():
     bias = jnp.linspace(-2, 2, 32)
     for act in (jax.nn.gelu, lambda y: y):

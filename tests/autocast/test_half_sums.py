@@ -31,6 +31,7 @@ def sums(fun):
     return [o.outputs[0].partition("[")[0] for o in added]
 
 
+@pytest.mark.cases(fast=2, slow=4)
 @pytest.mark.parametrize(
     ("half_sums", "dtypes"),
     [
@@ -94,6 +95,7 @@ def test_the_carry_of_a_scanned_stack_is_kept_in_half(wrap):
     assert shapes == {"bfloat16", "float32"}
 
 
+@pytest.mark.slow
 def test_two_streams_that_change_places_are_both_in_half():
     def loss(w, x):
         body = lambda carry, w: ((carry[1] + jnp.tanh(carry[1] @ w), carry[0]), None)

@@ -50,6 +50,7 @@ def test_masks_of_attention_give_finite_values_and_gradients(mask, half):
         assert_close(jax.jit(grad)(q, k, v), expected, half, factor=24)
 
 
+@pytest.mark.cases(fast=1, slow=2)
 @each_half
 @pytest.mark.parametrize(
     ("fill", "jit"), [(-np.inf, jax.jit), (-1e9, lambda f: f), (np.finfo(np.float32).min, jax.jit)]

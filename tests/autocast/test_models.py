@@ -160,6 +160,7 @@ def nbytes(arrays):
 each_framework = pytest.mark.parametrize(("framework", "dtype"), list(zip(["Linen", "NNX"], DTYPES)))
 
 
+@pytest.mark.cases(slow=1)
 @each_framework
 def test_a_transformer_runs_the_products_of_casts_by_hand_and_in_the_backward_pass_more_of_them_in_half(
     framework, dtype
@@ -176,6 +177,7 @@ def test_a_transformer_runs_the_products_of_casts_by_hand_and_in_the_backward_pa
     assert mixed == [("float32", dtype.name)] * 2 * LAYERS
 
 
+@pytest.mark.cases(slow=1)
 @each_framework
 def test_a_transformer_saves_at_most_the_bytes_of_casts_by_hand_for_the_backward_pass(framework, dtype):
     params, plain, automatic, by_hand = transformer_losses(framework, dtype)
@@ -184,7 +186,7 @@ def test_a_transformer_saves_at_most_the_bytes_of_casts_by_hand_for_the_backward
     assert half < 0.65 * full
 
 
-@pytest.mark.cases(slow=5)  # In float16.
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("family", [bert, gpt2, neumf, resnet, unet], ids=lambda module: module.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_orders_compute_the_same_loss(family, dtype):

@@ -11,7 +11,7 @@ from tests.support.jaxprs import products, text
 from tests.support.small_programs import HALVES, W, X, eps
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "bool", "complex64", "float8_e4m3fn"])
 def test_other_dtypes_are_left_alone(dtype):
     x = jnp.ones((4, 4), dtype)

@@ -206,6 +206,7 @@ def test_a_program_without_floats_has_a_page():
     assert not Lines(page).open
 
 
+@pytest.mark.slow
 def test_the_page_of_a_model_of_64_million_parameters_is_small_and_asks_no_server(tmp_path):
     model = gpt2.GPT2(width=512, layers=12, heads=8)
     tokens = jax.ShapeDtypeStruct((4, 1024), jnp.int32)

@@ -23,7 +23,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_jaxamp_crashes_where_ours_is_half(name):
-    jaxamp = pytest.importorskip("jaxamp")
+    jaxamp = pytest.importorskip("jaxamp", reason="needs the extra [peers]")
     theirs = jaxamp.amp(compute_dtype=jnp.bfloat16)(PROGRAMS[name])
     # It unpacks what Primitive.get_bind_params returned before JAX 0.10.
     with pytest.raises(ValueError, match="too many values to unpack"):
@@ -34,7 +34,7 @@ def test_jaxamp_crashes_where_ours_is_half(name):
 @pytest.mark.filterwarnings("ignore:Implicit conversion of an array to a dtype")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_grampax_crashes_where_ours_is_half(name):
-    grampax = pytest.importorskip("grampax")
+    grampax = pytest.importorskip("grampax", reason="needs the extra [peers]")
     theirs = grampax.autocast(PROGRAMS[name], dtype=jnp.bfloat16)
     # It reads quax._core, which the versions of quax that run on this JAX do not have.
     with pytest.raises(AttributeError, match="_core"):

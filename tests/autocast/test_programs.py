@@ -218,7 +218,7 @@ SOLVERS = {
 }
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @both_orders
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_an_overflow_that_enters_a_linear_solver_reaches_the_check(solver, order):

@@ -40,6 +40,7 @@ REMATS = {
 }
 
 
+@pytest.mark.cases(fast=4, slow=9)
 @pytest.mark.parametrize("policy", REMATS)
 def test_what_is_recomputed_and_saved_is_that_of_the_float32_program(policy):
     fun = jax.checkpoint(deep, policy=REMATS[policy])

@@ -75,7 +75,7 @@ def kept(fun, half):
     return collections.Counter((leaf.shape[3:], leaf.dtype.name) for leaf in rows)
 
 
-@pytest.mark.cases(slow=6)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_softmaxes_have_the_values_and_derivatives_of_float32(name):
     half = "float16"
@@ -118,13 +118,14 @@ def test_the_backward_pass_keeps_half_weights_and_only_scores_that_it_needs(name
 
 
 OTHERS = {
-    "a position bias and dropout": lambda s, table: drop(jax.nn.softmax(s + table)),
     "over another axis": lambda s, table: jax.nn.softmax(s, axis=-2),
     "read in float32 too": lambda s, table: (lambda p: p + 0 * jnp.sum(jnp.sin(p)))(jax.nn.softmax(s)),
     "of float32 scores": lambda s, table: jax.nn.softmax(jnp.exp(TABLE) + 0 * jnp.sum(s)),
+    "a position bias and dropout": lambda s, table: drop(jax.nn.softmax(s + table)),
 }
 
 
+@pytest.mark.cases(fast=1, slow=2)
 @each_half
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_softmax_of_half_scores_for_matmuls_alone_is_computed_once(name, half):
@@ -216,6 +217,7 @@ def test_the_attention_of_flax_and_of_jax_has_the_gradient_of_float32(name, half
     assert_close(jax.jit(jax.grad(jmp.autocast(loss, half)))(W), jax.grad(loss)(W), half, factor=24)
 
 
+@pytest.mark.slow
 @each_half
 def test_the_mask_of_a_softmax_may_come_from_an_activation_function(half):
     """The comparison is a part of the activation function, and the softmax reads its result."""
@@ -231,6 +233,7 @@ def test_the_mask_of_a_softmax_may_come_from_an_activation_function(half):
     assert_close(selected(jmp.autocast(fun, half)), selected(fun), half, factor=64)
 
 
+@pytest.mark.slow
 @each_half
 def test_softmaxes_that_differ_in_a_number_or_in_the_order_of_their_operands_are_not_mixed_up(half):
     """Equal layers share the trace of a softmax."""

@@ -40,7 +40,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.cases(fast=6, slow=2)
+@pytest.mark.cases(fast=4, slow=2)
 @pytest.mark.parametrize(("half", "order"), [("bfloat16", "inside"), ("float16", "outside")])
 @pytest.mark.parametrize("name", COUNTS)
 def test_the_gradient_over_a_batch_is_summed_in_float32(name, order, half):

@@ -48,6 +48,7 @@ def newton(w, b):
     return x, count
 
 
+@pytest.mark.cases(fast=1, slow=3)
 @each_half
 @pytest.mark.parametrize(("solve", "b"), [(fixed_point, BIASES), (newton, BIASES[0])])
 def test_a_loop_to_a_tolerance_takes_the_steps_of_float32(solve, b, half):

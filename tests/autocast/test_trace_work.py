@@ -83,7 +83,7 @@ def work(fun, *args):
 
 # With autocast inside the gradient, the transformer is more work: autocast traces the attention and both of
 # its rules. The plain program traces the rules alone.
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("program", "order", "limit"),
     [
@@ -124,7 +124,7 @@ def layers(count):
 
 
 # The work of a layer was the same from 4 to 96 layers, to one part in 10,000.
-@pytest.mark.cases(slow=1)
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:autocast.*'float8'")
 @pytest.mark.parametrize(
     ("dtype", "order", "limit"),

@@ -8,11 +8,12 @@ import unittest
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import pytest
 
 import jmp_lite
+
+jmp = pytest.importorskip("jmp", reason="needs the extra [peers]")
 
 # jmp's own tests, from where jmp is installed; its source is neither copied nor imported here.
 SUITES = {

@@ -119,6 +119,7 @@ def test_near_its_optimum_a_loss_has_gradients_that_are_mostly_rounding_error(st
         assert [finding.what for finding in findings if finding.severity != "speed"] == []
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("scale", [None, 1.0, 2.0])
 def test_a_loss_scale_that_is_too_small_is_told_a_larger_one(scale):
     def loss(p, x, y, dtype=F16):

@@ -23,6 +23,7 @@ def half_product(w, x):
     return (x.astype(F16) @ w.astype(F16)).astype(F32)
 
 
+@pytest.mark.cases(fast=2, slow=2)
 @tools
 @pytest.mark.parametrize("number", [2.0, {"t": 2.0}], ids=["alone", "in a tree"])
 def test_a_python_number_among_the_parameters(tool, number):
@@ -35,12 +36,14 @@ def test_a_python_number_among_the_parameters(tool, number):
     assert str(tool(loss)(number, X)) == str(tool(loss)(jax.tree.map(jnp.asarray, number), X))
 
 
+@pytest.mark.cases(fast=1, slow=3)
 @tools
 def test_a_python_number_in_the_data(tool):
     loss = lambda w, x, t: jnp.mean((x.astype(F16) @ w.astype(F16)) * t).astype(F32)
     assert str(tool(loss)(W, X, 0.5))
 
 
+@pytest.mark.cases(fast=2, slow=2)
 @tools
 def test_a_constant_loss(tool):
     assert str(tool(lambda w, x: 0.0)(W, X))
@@ -52,6 +55,7 @@ def conjugate_gradients(w, x):
     return jnp.mean(jax.scipy.sparse.linalg.cg(system, x.sum(0))[0]) + jnp.mean(half_product(w, x))
 
 
+@pytest.mark.cases(slow=2)
 @tools
 def test_a_linear_solve_beside_half_values(tool):
     assert str(tool(conjugate_gradients)(W, X))
@@ -65,6 +69,7 @@ def test_an_overflow_beside_a_linear_solve():
     assert report.remedies
 
 
+@pytest.mark.cases(fast=1, slow=3)
 @tools
 @pytest.mark.parametrize("option", ["jax_debug_nans", "jax_debug_infs"])
 def test_the_options_of_jax_that_raise_at_a_nan(tool, option):
@@ -83,7 +88,7 @@ def test_the_options_of_jax_that_raise_at_a_nan(tool, option):
         jax.config.update(option, False)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize("how", ["explicit", "set_mesh"])
 @tools
 def test_an_explicit_mesh(tool, how):
@@ -96,6 +101,7 @@ def test_an_explicit_mesh(tool, how):
         assert str(tool(lambda w, x: jnp.mean((x @ w) ** 2))(w, x))
 
 
+@pytest.mark.slow
 def test_the_counts_of_an_explicit_mesh_are_those_of_one_device():
     mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     x = jax.device_put(jnp.arange(32.0).reshape(8, 4), jax.NamedSharding(mesh, jax.P("d", "e")))
@@ -104,6 +110,7 @@ def test_the_counts_of_an_explicit_mesh_are_those_of_one_device():
     assert str(one) == str(several)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_loop_that_counts_ends_in_half_too(waits):
     def loss(w, x, steps):

@@ -41,6 +41,7 @@ def loss_of(counts):
     return loss
 
 
+@pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize(
     ("tool", "planners"),
     [

@@ -37,6 +37,7 @@ def loss_with(constant):
 follows_inf = lambda name: "nonfinite" in name or "doctor" in name
 
 
+@pytest.mark.cases(fast=3, slow=5)
 @pytest.mark.parametrize(
     ("tool", "divisor"),
     [
@@ -57,6 +58,7 @@ def test_nothing_of_the_users_outlives_a_report(tool, divisor):
     assert not any(isinstance(each, Flow) for each in gc.get_objects())
 
 
+@pytest.mark.cases(fast=5, slow=0)
 @tools
 @pytest.mark.parametrize("copied", [lambda report: pickle.loads(pickle.dumps(report)), copy.deepcopy])
 def test_reports_can_be_pickled_and_copied(tool, copied):

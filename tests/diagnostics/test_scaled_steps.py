@@ -89,10 +89,11 @@ def checkpointed(params, opt_state, x):
     return step_of(lambda fun, opt_state: scaled(jax.checkpoint(fun), opt_state))(params, opt_state, x)
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     "step",
-    [step_of(scaled), jax.jit(step_of(scaled)), microbatches, shards, checkpointed],
-    ids=["plain", "jit", "scan", "shard_map", "checkpoint"],
+    [microbatches, shards, checkpointed, step_of(scaled), jax.jit(step_of(scaled))],
+    ids=["scan", "shard_map", "checkpoint", "plain", "jit"],
 )
 def test_a_step_that_scales_its_loss_has_no_finding(step):
     assert faults(step, PARAMS, TX.init(PARAMS), X) == []

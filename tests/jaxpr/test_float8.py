@@ -110,7 +110,7 @@ DIMENSIONS = {
 }
 
 
-@pytest.mark.cases(fast=4, slow=0)
+@pytest.mark.cases(fast=1, slow=2)
 @pytest.mark.parametrize("case", DIMENSIONS)
 def test_values_and_gradients_are_those_of_numpy(case):
     left, right, sums = DIMENSIONS[case]

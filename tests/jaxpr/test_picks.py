@@ -40,7 +40,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.cases(fast=4, slow=4)
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("labels", [LABELS, OUTSIDE], ids=["inside", "outside"])
 @pytest.mark.parametrize("name", LOOKUPS)
@@ -80,6 +80,7 @@ def test_lookups_of_several_elements_and_listed_ones_stay_as_they_are(order):
     assert "scatter-add" in primitives(listed, ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_loss_with_integer_labels_has_no_scatter(order):
     def loss(weight, x, labels):

@@ -99,6 +99,7 @@ def dtypes(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
+@pytest.mark.cases(fast=5, slow=len(PROGRAMS))
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=3)
@@ -114,7 +115,7 @@ def test_many_cases_run_with_their_dtypes_and_the_same_products_in_both_orders(p
     check_traces(data.draw(cases(program)))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=len(PROGRAMS) // 2)
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=4)
@@ -139,7 +140,7 @@ def states(plan: Plan) -> Iterator[tuple]:
             yield from states(inner)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=len(PROGRAMS) // 2)
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=4)
@@ -172,7 +173,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("way", ["plain", "remat"])
-@pytest.mark.cases(fast=len(PROGRAMS), slow=6)
+@pytest.mark.cases(fast=3, slow=6)
 @pytest.mark.usefixtures("only_new_garbage")
 def test_no_array_of_the_users_outlives_a_trace(way, program):
     """Constants of the function, and its arguments."""

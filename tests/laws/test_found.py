@@ -72,7 +72,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.cases(slow=12)
+@pytest.mark.cases(slow=6)
 @each_half
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("steps", [0, 2000, 30, 300])
@@ -109,6 +109,7 @@ def test_a_checkpointed_reader_reads_the_value_that_the_others_read(order):
 # Derivatives in the range of float16.
 
 
+@pytest.mark.cases(fast=2, slow=2)
 @each_order
 @pytest.mark.parametrize("name", ["div", "atan2"])
 def test_the_derivative_of_a_quotient_by_large_numbers_does_not_vanish(name, order):
@@ -136,6 +137,7 @@ ACTIVATIONS = {
 }
 
 
+@pytest.mark.cases(fast=2, slow=2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_function_of_two_half_values_of_which_one_is_constant(name):
     loss = lambda w: jnp.sum(jnp.sin(ACTIVATIONS[name](X @ w, X @ jnp.flip(W)) @ w))
@@ -144,7 +146,7 @@ def test_a_function_of_two_half_values_of_which_one_is_constant(name):
 
 # In float16. The `tanh` and the sigmoid are in other tests too, and the last three are `elu` and `silu` by
 # other names, and in other numbers.
-@pytest.mark.cases(slow=6)
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize(
     "name",
     ["silu", "gelu", "mish", "elu", "relu", "softplus", "log_sigmoid", "tanh", "selu", "celu", "swish"],
@@ -626,6 +628,7 @@ def twice(block, w, x):
         return jax.checkpoint(lambda w, x: block(w, block(w, x)))(w, x)
 
 
+@pytest.mark.cases(fast=4, slow=4)
 @pytest.mark.parametrize("around", [stacked, twice])
 @pytest.mark.parametrize("rule", ["/stack/block/layer", "stack/block/layer", "**/block/layer", "/stack/**"])
 def test_a_rule_selects_what_a_checkpoint_computes_again(rule, around):
@@ -661,6 +664,7 @@ AUX = {
 }
 
 
+@pytest.mark.cases(fast=3, slow=3)
 @pytest.mark.parametrize("name", AUX)
 @pytest.mark.parametrize("way", ["plain", "vmap", "grad"])
 def test_the_auxiliary_results_of_a_solver_are_those_of_the_program(name, way):
@@ -681,6 +685,7 @@ def test_the_auxiliary_results_of_a_solver_are_those_of_the_program(name, way):
         np.testing.assert_allclose(ours, plain, rtol=0.02)
 
 
+@pytest.mark.cases(fast=3, slow=3)
 @pytest.mark.parametrize("go", [lambda f: f, jax.jit, jax.grad], ids=["", "jit", "grad"])
 @pytest.mark.parametrize("start", [jnp.float32(0), jnp.zeros(8), jnp.int32(0)], ids=str)
 def test_a_mutable_array_that_is_closed_over_is_written_as_in_the_program(start, go):

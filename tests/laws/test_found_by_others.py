@@ -44,6 +44,7 @@ def test_a_custom_rule_keeps_a_mutable_array(order):
         np.testing.assert_allclose(got, wanted, rtol=0.02, atol=0.02 * float(jnp.abs(wanted).max()))
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @each_order
 def test_a_solver_under_strict_promotion(order):
     """JAX's and Equinox's suites forbid implicit promotion; a half right side has a float32 solution."""
@@ -77,6 +78,7 @@ def test_a_variable_that_is_no_array_made_inside():
     np.testing.assert_allclose(found, x @ x, rtol=0.02, atol=0.1)
 
 
+@pytest.mark.slow
 def test_the_log_sum_of_one_vector():
     """optax's Fenchel-Young loss under `vmap`: the sum of a softmax's exponentials is a scalar."""
     loss = jnp.vectorize(lambda x, y: jax.nn.logsumexp(x) - jnp.vdot(x, y), signature="(n),(n)->()")

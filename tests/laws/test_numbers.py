@@ -47,7 +47,7 @@ def check_bits(case):
                 np.testing.assert_array_equal(found, exact)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize("beside", BESIDE)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=2)
@@ -95,7 +95,7 @@ def errors(case, seeds, flags=ROUNDED, mean=np.mean, known=None):
     return {order: float(np.exp(mean(logs(run) - logs(casts)))) for order, run in runs.items()}
 
 
-@pytest.mark.cases(slow=len(PROGRAMS) + 2)
+@pytest.mark.cases(slow=5)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_gradients_have_the_error_of_casts_around_each_matmul(program, half):
@@ -132,7 +132,7 @@ def test_gradients_have_that_error_under_options_beside_other_dtypes_and_in_ever
     assert max(found.values()) < 1.3, found
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=len(PROGRAMS) // 2)
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=1)

@@ -116,7 +116,7 @@ def errors(magnitude, order, half):
     }
 
 
-@pytest.mark.cases(slow=2 * len(MAGNITUDES) + 2)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("order", ORDERS)

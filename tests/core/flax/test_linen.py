@@ -16,7 +16,7 @@ from tests.support.linen_layers import MODELS, ConvNet, each_model, loss_fn, var
 from tests.support.policies import BF16, F16, IMAGES
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("name", "policy", "train"),
     [

@@ -105,6 +105,7 @@ def test_each_policy_has_a_trace_of_its_own_under_the_jit_of_flax():
         assert Model().apply(variables, ids).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_run_that_is_repeated_in_float32_between_layers_counts_once():
     class Counts(nn.Module):
         def setup(self):
@@ -170,6 +171,7 @@ def test_a_train_state_trains_and_survives_flax_serialization():
     assert step._cache_size() == 1
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("rewrite", [nn.WeightNorm, nn.SpectralNorm])
 def test_modules_that_rewrite_parameters_see_them_unrounded(rewrite):
     class Model(nn.Module):

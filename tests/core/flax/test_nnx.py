@@ -102,7 +102,7 @@ def test_param_dtype_of_the_policy_is_that_of_the_parameters():
     assert model.bn.dtype == jnp.float32
 
 
-@pytest.mark.cases(fast=1, slow=0)
+@pytest.mark.cases(slow=1)
 @each_policy
 def test_batch_statistics_are_not_rounded_and_may_exceed_float16(policy):
     model = with_policy(nnx.BatchNorm(2, momentum=0.0, rngs=nnx.Rngs(0)), policy)

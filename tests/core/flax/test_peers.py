@@ -148,7 +148,7 @@ def errors(name, model):
     return [error(*pair) for pair in zip(found, exact)]
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_a_model_is_as_near_to_float32_as_with_the_dtype_of_its_layers(name, half):

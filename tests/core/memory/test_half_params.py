@@ -55,7 +55,7 @@ INNER = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", INNER)
 def test_the_masters_are_the_parameters_of_a_float32_program(name):
     """Any optimizer on half parameters with masters does what it does on float32 parameters."""
@@ -77,6 +77,7 @@ def test_the_masters_are_the_parameters_of_a_float32_program(name):
         np.testing.assert_allclose(our, their, rtol=16 * np.finfo(np.float32).eps, atol=1e-9)
 
 
+@pytest.mark.cases(fast=1, slow=0)
 @pytest.mark.parametrize("dtype", HALF)
 def test_twenty_steps_below_half_a_unit_are_not_lost(dtype):
     """The trap of O2 without masters: 20 SGD steps of 2e-6 leave a parameter at exactly 1.0."""
@@ -120,6 +121,7 @@ def test_a_zero_update_leaves_all_bits_of_every_half_number():
         assert bits(after) == bits(params)
 
 
+@pytest.mark.cases(fast=1, slow=0)
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_loss_scale_may_be_inside_or_outside(inside):
     adam = optax.adam(1e-3)

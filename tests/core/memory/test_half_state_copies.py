@@ -92,6 +92,7 @@ def test_what_follows_the_shapes_of_the_parameters_rests_and_what_is_as_large_by
     assert names(table, {"w": jnp.ones(2048)}) == set()
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     "wrap", [jmp.with_half_state, lambda tx: jmp.with_loss_scale(jmp.with_half_state(tx))]
 )

@@ -122,6 +122,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=9)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_explicit_axes_need_no_mesh_that_is_set(name):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)

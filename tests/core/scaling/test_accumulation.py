@@ -25,7 +25,7 @@ WITH = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("name", WITH)
 def test_an_accumulation_is_not_continued_with_fewer_micro_batches(name, saved):
@@ -52,6 +52,7 @@ def test_an_accumulation_whose_optimizer_needs_more_arguments_is_carried_over():
     assert bits(jmp.migrate_state(tx, params, state)) == bits(state)
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("wrap", [jmp.with_loss_scale, lambda tx: optax.chain(optax.clip(9.0), tx)])
 def test_a_sum_is_not_continued_from_what_may_be_a_mean(wrap):
     """No state says whether its gradients are a mean or a sum: 2 micro-batches of 1 would count as 1."""

@@ -77,6 +77,7 @@ def test_both_orders_with_autocast_give_the_same_gradients(expected, dtype):
         assert np.median(found) > (0.9999 if dtype == "float16" else 0.99)
 
 
+@pytest.mark.slow
 def test_beside_a_global_scale_the_gradients_are_the_same(expected):
     scaled = network(jmp.with_layer_loss_scale(jmp.autocast(layer, F16)))
     gradients = [jax.jit(jmp.grad(scaled, jmp.StaticLossScale(2.0**k)))(W, X) for k in (0, 20)]

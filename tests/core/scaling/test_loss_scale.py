@@ -7,7 +7,6 @@ import warnings
 import hypothesis
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -225,6 +224,7 @@ def test_the_scale_moves_event_by_event(settings, events, expected):
     events=events_lists,
 )
 def test_jmp_gives_the_same_bits(exponent, counter, period, factor, events):
+    jmp = pytest.importorskip("jmp", reason="needs the extra [peers]")
     start = jnp.float32(2.0**exponent), jnp.int32(counter)  # jmp computes with NumPy's numbers, which warn.
     ours = jmp_lite.DynamicLossScale(*start, period, factor)
     theirs = jmp.DynamicLossScale(*start, period, factor)

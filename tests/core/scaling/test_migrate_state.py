@@ -96,7 +96,7 @@ def stateless(index):
 EACH = [*WRAPPED, *range(5)]
 
 
-@pytest.mark.cases(fast=len(EACH), slow=2)
+@pytest.mark.cases(fast=4, slow=4)
 @pytest.mark.parametrize("wrapped", EACH)
 @pytest.mark.parametrize("form", ["flax", "orbax", "live", "numpy", "pickled"])
 def test_the_same_settings_give_the_same_bits(form, wrapped, tmp_path):
@@ -296,6 +296,7 @@ def test_arrays_are_copies_on_the_devices_of_the_parameters():
     make_step(tx)(params, state, grads(3))  # Arrays that are committed to one device would not go with these.
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_goes_on_with_fewer_devices(devices):
     on = lambda count: jax.sharding.NamedSharding(
@@ -310,6 +311,7 @@ def test_a_run_goes_on_with_fewer_devices(devices):
     make_step(tx)(params, state, grads(3))
 
 
+@pytest.mark.slow
 def test_it_works_inside_jit_and_vmap():
     tx = jmp.with_loss_scale(jmp.with_half_state(ADAM), SCALE)
     _, old = train(ADAM)

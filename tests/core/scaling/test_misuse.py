@@ -271,7 +271,7 @@ MODELS = {
 }
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_without_value_and_grad_fn_gets_the_line(name):
     build, fun, value_and_grad_fn = MODELS[name]

@@ -133,6 +133,7 @@ def test_complex_and_integer_leaves():
         assert state.leaf_finite.tolist() == [False, True, True]
 
 
+@pytest.mark.cases(fast=2, slow=0)
 @pytest.mark.parametrize(
     ("wrap", "made_by"),
     [

@@ -82,7 +82,7 @@ def test_the_threaded_scale_of_the_design_skips_and_adjusts():
 # Skipping
 
 
-@pytest.mark.cases(fast=4, slow=2)
+@pytest.mark.cases(fast=1, slow=3)
 @pytest.mark.parametrize("name", INNERS)
 def test_finite_steps_are_those_of_the_inner_transform_and_skipped_ones_leave_no_bit(name):
     tx, step = wrapped(name)

@@ -69,6 +69,7 @@ def test_an_empty_parameter_tree_is_finite():
 # Transformations
 
 
+@pytest.mark.slow
 def test_each_member_of_an_ensemble_skips_alone():
     tx = jmp.with_loss_scale(optax.adamw(SCHEDULE))
 
@@ -219,6 +220,7 @@ def test_the_optimizer_is_traced_once():
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 def test_a_gradient_goes_through_an_update():
     """As in meta-learning: of a plain SGD step the gradient is minus the learning rate."""
     tx = jmp.skip_nonfinite(optax.sgd(0.25))

@@ -45,7 +45,8 @@ def steps(tx, code):
     return moved[2] or not is_finite, any(moved[3:]), state
 
 
-@pytest.mark.parametrize(("code", "outside", "inside"), ROWS, ids=[code for code, *_ in ROWS])
+@pytest.mark.cases(fast=12, slow=len(ROWS))
+@pytest.mark.parametrize(("code", "outside", "inside"), ROWS[::-1], ids=[code for code, *_ in ROWS[::-1]])
 def test_each_row_of_the_table(code, outside, inside):
     sgd = optax.sgd(0.125)
     moved, learns, state = steps(jmp.with_loss_scale(wrapped(code, sgd)), code)

@@ -8,7 +8,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import optax
 import pytest
@@ -16,6 +15,7 @@ from flax.training.dynamic_scale import DynamicScale
 
 import jmp_lite
 
+jmp = pytest.importorskip("jmp", reason="needs the extra [peers]")
 OVERFLOW, FINE = jnp.bool_(False), jnp.bool_(True)
 
 
@@ -252,7 +252,7 @@ def test_keras_fit_leaves_nan_in_moving_statistics(keras):
 
 
 def test_mpx_unscales_with_the_scale_of_the_next_step():
-    mpx = pytest.importorskip("mpx")
+    mpx = pytest.importorskip("mpx", reason="needs the extra [peers]")
     fun, w = (lambda w: w * jnp.asarray(3, w.dtype)), jnp.float32(2)
     theirs = mpx.DynamicLossScaling(jnp.float32(8), jnp.float32(1), period=2)
     ours = jmp_lite.DynamicLossScale(8.0, period=2)

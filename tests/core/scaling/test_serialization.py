@@ -53,13 +53,13 @@ def test_a_state_is_saved_whatever_was_imported_first(order):
     assert done.stdout.split() == ["512.0", "False"]
 
 
-@pytest.mark.slow
-def test_a_state_is_saved_by_a_flax_that_was_imported_later_and_after_unpickling(tmp_path):
-    for pickled in (False, True):
-        script = LATE.format(path=str(tmp_path / "state.pkl"), pickled=pickled)
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.split() == ["512.0", "False"]
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize("pickled", [True, False])
+def test_a_state_is_saved_by_a_flax_that_was_imported_later_and_after_unpickling(pickled, tmp_path):
+    script = LATE.format(path=str(tmp_path / "state.pkl"), pickled=pickled)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["512.0", "False"]
 
 
 def trained(scale, inner=None, **settings):
@@ -93,6 +93,7 @@ def test_every_field_is_restored(scale, settings):
 DYNAMIC, STATIC = jmp.DynamicLossScale, jmp.StaticLossScale
 
 
+@pytest.mark.cases(fast=2, slow=2)
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
@@ -129,6 +130,7 @@ def test_a_dynamic_scale_is_not_lost_in_a_state_without_one(target, message):
         restored(target.init(make_params()), state)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("clip", [(None, 1.0), (1.0, None)], ids=["on", "off"])
 def test_a_clip_may_be_switched(clip):
     before, after = clip

@@ -96,7 +96,7 @@ def state_in(place):
     return tx.init(make_params()), update
 
 
-@pytest.mark.cases(fast=3, slow=2)
+@pytest.mark.cases(fast=2, slow=0)
 @pytest.mark.parametrize("place", [*PLACES, "TrainState", "tree"])
 def test_the_state_is_found_at_any_depth(place):
     state, update = state_in(place)

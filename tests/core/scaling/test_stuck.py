@@ -50,6 +50,7 @@ INNER = {
 }
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", INNER)
 def test_gradients_that_were_all_zero_since_value_and_grad_was_forgotten(name):
     tx = jmp.with_loss_scale(INNER[name])

@@ -18,12 +18,16 @@ MANY_TRIALS = (
 
 
 def cases(runs):
-    """The named kinds of faults are fast, those of many trials slow, those after public issues exhaustive."""
+    """Of three named kinds of faults one is fast, one slow and one exhaustive. Those of many trials are slow.
+
+    Those after public issues, and every second one with remedies of its own, are exhaustive.
+    """
+    named = [run for run in runs if not run.source and run not in REMEDIED and run.name not in MANY_TRIALS]
 
     def marks(run):
-        if run.source:
+        if run.source or run in REMEDIED[1::2] or run in named[2::3]:
             return [pytest.mark.exhaustive]
-        return [pytest.mark.slow] if run in REMEDIED or run.name in MANY_TRIALS else []
+        return [] if run in named[::3] else [pytest.mark.slow]
 
     return [pytest.param(run, marks=marks(run), id=run.name) for run in runs]
 
@@ -72,6 +76,7 @@ def test_the_operation_the_line_and_a_remedy_that_helps(run):
 # Finite, and wrong.
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("run", cases(OVERFLOWS))
 def test_an_overflow_that_ends_in_finite_numbers(run):
     report = report_of(run)
@@ -93,6 +98,7 @@ def test_doctor_names_an_overflow_that_ends_in_finite_numbers(run):
     assert any(line in finding.where for line in run.lines)
 
 
+@pytest.mark.cases(fast=1, slow=3)
 @pytest.mark.parametrize("run", cases((*LOST, *OFF)))
 def test_doctor_names_what_a_step_loses(run):
     (finding,) = (

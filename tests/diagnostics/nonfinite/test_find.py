@@ -42,7 +42,7 @@ def test_a_harmless_mask_is_not_taken_for_the_cause():
     assert [each.operation for each in report.harmless] == ["select_n"]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_inf_that_became_finite_before_the_cause_is_named_as_perhaps_the_cause(masked):
     def loss(w, x):
@@ -63,6 +63,7 @@ def test_an_inf_that_became_finite_before_the_cause_is_named_as_perhaps_the_caus
     assert ("Before it, and perhaps its cause:\ninf from mul" in str(diagnosis)) != masked
 
 
+@pytest.mark.slow
 def test_an_inf_that_costs_no_more_than_rounding_is_harmless():
     def loss(w, x):
         distances = jnp.where(w > 0.4, 300.0, w).astype(jnp.float16)
@@ -112,6 +113,7 @@ def test_an_overflow_in_the_backward_pass_of_one_block_and_the_scale_that_fits()
     assert find_nonfinite(loss, loss_scale=fitting)(params, x).is_finite
 
 
+@pytest.mark.slow
 def test_a_scale_below_1_is_offered_with_a_minimum_below_1():
     def loss(w, x):
         return jnp.sum((x @ w).astype(jnp.float16).astype(jnp.float32)) * 3e5
@@ -147,6 +149,7 @@ def test_causes_behind_functions(fun, advice):
     assert advice in advice_of(loss, w, x)
 
 
+@pytest.mark.slow
 def test_values_of_8_bits():
     fun = lambda w, x: jnp.sum((x @ w).astype(jnp.float8_e5m2).astype(jnp.float32) + w[0])
     report = find_nonfinite(fun)(w, x * 1e7)
@@ -175,6 +178,7 @@ def test_the_head_says_where_the_parameter_stands():
     assert head(scoped) == "inf from log in head, after w, forward pass"
 
 
+@pytest.mark.slow
 def test_a_derivative_that_only_the_backward_pass_reads():
     cause = find_nonfinite(lambda w, x: jnp.sum(jnp.sqrt(w * 0)))(w, x).cause
     assert cause.direction == "derivative"
@@ -185,6 +189,7 @@ def test_a_derivative_that_only_the_backward_pass_reads():
     assert both.direction == "forward"
 
 
+@pytest.mark.slow
 def test_an_overflow_that_the_next_iteration_makes_finite_and_wrong():
     def loss(w, x):
         def body(carry, _):

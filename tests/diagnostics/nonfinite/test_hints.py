@@ -14,6 +14,7 @@ def hint_of(loss, *args):
     return find_nonfinite(loss)(*args).hint
 
 
+@pytest.mark.slow
 def test_zeros_over_zeros_may_be_a_mean_or_a_norm():
     def normalized(w, x):
         v = x * w

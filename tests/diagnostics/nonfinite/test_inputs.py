@@ -21,7 +21,7 @@ class Tower(nnx.Module):
         return self.second(nnx.relu(self.first(x)) * 6e4)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("how", ["policy", "autocast"])
 def test_an_nnx_model_is_named_by_its_parameters_and_stays_as_it_is(how):
     model = Tower(nnx.Rngs(0))
@@ -47,6 +47,7 @@ def test_has_aux_argnums_and_keywords():
     assert (both.parameters, both.gradients) == (2, ("0", "1"))
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_parameter_may_be_one_of_the_arguments_that_have_no_name(number):
     arrays = [x, x]

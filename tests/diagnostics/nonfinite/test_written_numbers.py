@@ -30,6 +30,7 @@ def report_of(divided):
     return find_nonfinite(lambda w, x: jnp.sum(divided((x * w).astype(F16)).astype(F32)))(W, X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("divided", "number"), [(with_maximum, "1e-12"), (with_full, "1e-08"), (with_a_global, "1e-12")]
 )

@@ -30,6 +30,7 @@ def of_precision(fun, *args):
     return [finding for finding in findings if finding.severity != "speed"]
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("fun", [jmp.autocast(loss, "bfloat16"), by_hand], ids=["autocast", "by_hand"])
 def test_next_to_an_optimum_the_gradient_is_rounding_error_and_no_rule_helps(fun):
     (finding,) = of_precision(fun, *near(1e-4))

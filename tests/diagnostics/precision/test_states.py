@@ -23,6 +23,7 @@ def mean_of(rate):
     return step
 
 
+@pytest.mark.slow
 def test_running_means_of_which_half_never_move():
     x = jnp.tile(jnp.array([3.0, 9.0] * 4), (16, 1))
     (fault,) = faults(mean_of(0.001), jnp.ones(8, BF16), x)
@@ -35,6 +36,7 @@ def test_running_means_of_which_half_never_move():
     assert faults(mean_of(0.25), jnp.ones(8, BF16), x) == []
 
 
+@pytest.mark.slow
 def test_a_teacher_that_bfloat16_shrinks():
     def step(teacher, params):
         return jax.tree.map(

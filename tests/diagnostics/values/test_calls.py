@@ -36,6 +36,7 @@ def test_the_first_iteration_of_a_growing_carry(reverse):
     assert cause.operand_ranges[0] == (pytest.approx(1e30), pytest.approx(1e30))
 
 
+@pytest.mark.slow
 def test_a_scan_in_a_scan():
     def loss(w, x):
         def inner(c, j):
@@ -96,7 +97,7 @@ def newton(weight, a, half):
     return jnp.sum(weight) * root.astype(jnp.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_loop_that_does_not_end_in_half_is_stopped_and_named(nested):
     def loss(weight, half):
@@ -126,6 +127,7 @@ def test_a_loop_under_vmap_that_does_not_end_is_stopped():
     assert len(report.cut) == 1
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("before", [False, True])
 def test_a_counted_loop_of_12000_steps_is_no_finding_and_an_inf_before_it_is_one(before):
     def loss(w, steps):
@@ -188,6 +190,7 @@ def test_the_inside_of_a_large_while_loop_is_not_measured_and_the_page_says_so()
     assert "    Where inside of the loop was not found: examine its body alone" in str(report)
 
 
+@pytest.mark.slow
 def test_an_inf_that_enters_the_backward_pass_of_a_scan_begins_outside_of_it():
     def loss(w, x):
         rows = lax.scan(lambda carry, row: (jnp.tanh(carry @ w) + row, carry), x[0], x)[1]
