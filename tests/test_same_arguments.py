@@ -11,6 +11,7 @@ import pytest
 
 import jmp_lite as jmp
 from jmp_lite import diagnostics, testing
+from jmp_lite.diagnostics._values.case import Options
 
 W, X = jnp.full(4, 0.5), jnp.arange(4.0)
 TX = optax.chain(jmp.unscale(), optax.sgd(1.0))
@@ -30,6 +31,8 @@ def parameters_of(function):
     """The names of the parameters, and the options that `**options: Unpack[Options]` stands for."""
     names = set(inspect.signature(function).parameters)
     for hint in function.__annotations__.values():
+        if hint == "Unpack[Options]":  # In a file that evaluates no annotation.
+            names |= set(Options.__annotations__)
         if typing.get_origin(hint) is typing.Unpack:
             names |= set(typing.get_args(hint)[0].__annotations__)
     return names
