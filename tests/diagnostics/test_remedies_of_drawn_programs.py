@@ -140,7 +140,7 @@ def error(found, exact):
 
 
 @pytest.mark.cases(slow=15)
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(400))
 def test_each_remedy_that_is_printed_mends_the_program_that_it_is_written_into(seed):
     program = Program(seed)
     loss, step = program.functions()
