@@ -1,4 +1,4 @@
-"""How an operation reads its operands: what it adds to the demand."""
+"""What an operation adds to the demand: how it uses each of its operands."""
 
 import numpy as np
 
@@ -13,9 +13,10 @@ def note_use(op: Op, demand: Demand, is_backward: bool) -> None:
     """Notes whether an operation reads its operands as numbers, or makes integers or booleans of them."""
     results = [demand.uses[var] for var in op.equation.outvars]
     selects = any(uses.by_backward for uses in results)
-    # In `autocast(grad(f))`: a predicate, or the zeros and ones that are made of it.
+    # In `autocast(grad(f))`: a predicate, the zeros and ones that are made of it, and what is computed of
+    # these, such as the quotient of two by which JAX 0.10 differentiates a `max`.
     for var in op.variables:
-        demand.uses[var].by_backward |= is_backward or (selects and not read.is_floating(var))
+        demand.uses[var].by_backward |= is_backward or selects
     # What leads to a cast to integers or to a comparison by element-wise operations and moves alone should be
     # exact: an identifier of 261 is another one than 260, and bfloat16 has only the latter. A comparison by
     # which the backward pass selects cotangents is that of the numbers of the forward pass.

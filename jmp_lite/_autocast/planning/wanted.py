@@ -34,7 +34,8 @@ class Uses:
     by_sums: bool = False
     as_number: bool = False  # Something reads it as a number.
     exactly: bool = False  # Integers or booleans are computed from it.
-    # The backward pass reads it, such as the predicate of a `max`, which selects cotangents.
+    # The backward pass reads it, or what is computed of it, such as the predicate of a `max`, which selects
+    # cotangents.
     by_backward: bool = False
     is_half_sum: bool = False  # It is a residual sum that `half_sums` selects: in half, whatever reads it.
 
