@@ -55,7 +55,7 @@ class Fact:
     axes: Labels = ()  # For each axis, that of the scores; None for a new axis of size 1.
     fill: float | None = None  # The largest number that stands in place of some scores.
     added: bool = False  # Whether something has been added to the scores.
-    # Whether a mask's lowest numbers may be in it; for scores, in what was added to them.
+    # Whether it may hold the lowest numbers of a mask; for scores, whether what was added to them may.
     may_be_low: bool = False
 
 
@@ -223,15 +223,13 @@ def _of_scores(equation: Equation, place: int, fact: Fact, others: Sequence[Fact
         fills = [fact.fill, math.inf if others[1].base is None else float(others[1].base.max())]
         return dataclasses.replace(fact, fill=max(each for each in fills if each is not None))
     # Behind a mask a sum or a factor may bring its numbers back into the range of scores.
-    if fact.fill is None:
-        if name == "add" or (name, place) == ("sub", 0):
-            return dataclasses.replace(fact, added=True, may_be_low=fact.may_be_low or others[0].may_be_low)
-        if name == "mul" or (name, place) == ("div", 0):
-            factor = _number(others[0])
-            return dataclasses.replace(
-                fact, slope=fact.slope * factor if name == "mul" else fact.slope / factor
-            )
-    raise NotFused(f"the scores pass through {name}")
+    is_linear = name in ("add", "mul") or (name in ("sub", "div") and place == 0)
+    if fact.fill is not None or not is_linear:
+        raise NotFused(f"the scores pass through {name}")
+    if name in ("add", "sub"):
+        return dataclasses.replace(fact, added=True, may_be_low=fact.may_be_low or others[0].may_be_low)
+    factor = _number(others[0])
+    return dataclasses.replace(fact, slope=fact.slope * factor if name == "mul" else fact.slope / factor)
 
 
 def _number(factor: Fact) -> float:

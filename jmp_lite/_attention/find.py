@@ -295,7 +295,7 @@ def _check_fill(fact: Fact, fill: float) -> None:
         raise NotFused(f"a mask replaces scores by numbers that may be above {MASKED:g}")
     if fact.added and fact.base is None and fill > BELOW_BIASES:
         raise NotFused(f"a mask replaces scores that have a bias by numbers above {BELOW_BIASES:g}")
-    # Where every key has such a number, the gradients tell what is added from what replaces.
+    # Where both masks cover all keys of a query, gradients flow through the added one alone.
     if fact.base is None and fact.may_be_low:
         raise NotFused(
             "one mask is added to the scores and another one replaces them, both by lowest numbers"

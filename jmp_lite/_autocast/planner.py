@@ -122,10 +122,7 @@ class Planner:
         half_sums = self._half_sums(context, analysis, known) if self.rules.half_sums else None
         for op in analysis.ops:
             ruling = walk.rule(op)
-            if half_sums is not None:
-                pattern = half_sums.pattern(op, ruling, context.scope_of(op))
-                ruling = dataclasses.replace(ruling, half_sum=pattern) if pattern else ruling
-                half_sums.note(op, ruling)
+            ruling = half_sums.rule(op, ruling) if half_sums is not None else ruling
             analysis.rulings.append(ruling)
             operands = self._states(op.equation.invars, known)
             if ruling.category is Category.CALL:

@@ -1,5 +1,6 @@
 """What `migrate_state` does with gradients that `optax.MultiSteps` has accumulated."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,9 +36,10 @@ def check_accumulation(transform: optax.GradientTransformation, params: Any, sta
         return
 
     try:
-        counted = _after_a_step(transform, params, state)
+        after = _step_of(transform)
+        counted = after(params, state)
         # The first micro-batch replaces ones in a mean, and is added to them in a sum.
-        probed = _after_a_step(transform, params, jax.tree.map(_ones, state, is_leaf=_is_accumulation))
+        probed = after(params, jax.tree.map(_ones, state, is_leaf=_is_accumulation))
     except Exception:  # It needs extra arguments. Then it cannot be told.
         return
     for old, (mini, step, _), (_, _, total) in zip(before, counted, probed, strict=True):
@@ -54,10 +56,8 @@ def check_accumulation(transform: optax.GradientTransformation, params: Any, sta
             )
 
 
-def _after_a_step(
-    transform: optax.GradientTransformation, params: Any, state: Any
-) -> list[tuple[Any, Any, Any]]:
-    """Returns the counters and the sum of each accumulation after a step with gradients of zero."""
+def _step_of(transform: optax.GradientTransformation) -> Callable[[Any, Any], list[tuple[Any, Any, Any]]]:
+    """Returns a jitted step with gradients of zero, which gives the counters and sums of accumulations."""
 
     # No state holds `every_k_schedule` or `use_grad_mean`: `update` shows them. XLA removes all else.
     @jax.jit
@@ -66,7 +66,7 @@ def _after_a_step(
         nodes = nodes_of(new, optax.MultiStepsState)
         return [(node.mini_step, node.gradient_step, optax.tree.sum(node.acc_grads)) for node in nodes]
 
-    return after(params, state)
+    return after
 
 
 def _ones(node: Any) -> Any:

@@ -128,10 +128,11 @@ def _casts_first(op: Op, operand: State, wanted: Wanted) -> bool:
 
 
 def _looks_up_half(op: Op, operand: State, wanted: Wanted) -> bool:
-    """Whether a lookup takes a float32 value in half, since products alone read what it takes."""
+    """Whether to cast a float32 array in front of a lookup of rows that only matmuls use."""
     if op.name != "gather" or wanted is not Wanted.BY_PRODUCTS_ONLY or operand.kind is not Kind.FLOAT32:
         return False
-    # Such as the rows of experts, and not those of a table, of which it may take few: the cast is in front.
+    # Only if it takes as many rows as there are, as a mixture of experts does. Of a table of embeddings few
+    # rows are taken, and all would be cast.
     taken, table = op.equation.outvars[0].aval.size, op.equation.invars[0].aval.size
     return isinstance(taken, int) and isinstance(table, int) and taken >= table
 

@@ -1,5 +1,6 @@
 """Which sums of a residual stream the option `half_sums` brings to half."""
 
+import dataclasses
 from collections.abc import Callable, Set
 
 from ..._jaxpr.primitives import Category
@@ -36,15 +37,18 @@ class HalfSums:
         # For each variable, the arrays whose slices it is computed from by moves and element-wise operations.
         self._sliced: dict[Var, frozenset[Var]] = {}
 
-    def pattern(self, op: Op, ruling: Ruling, scope: str) -> str:
-        """Returns the pattern that selects an operation; empty if none does, or if it is no such sum."""
-        pattern = first_match(self._rules.half_sums, scope) if self._continues_stream(op, ruling) else ""
-        if pattern:
-            self._scopes.note_used("half_sums", pattern)
-            self._selected.update(op.equation.outvars)
-        return pattern
+    def rule(self, op: Op, ruling: Ruling) -> Ruling:
+        """Returns the ruling on an operation, with the pattern that selects it if it is such a sum."""
+        if self._continues_stream(op, ruling):
+            pattern = first_match(self._rules.half_sums, self._context.scope_of(op))
+            if pattern:
+                self._scopes.note_used("half_sums", pattern)
+                self._selected.update(op.equation.outvars)
+                ruling = dataclasses.replace(ruling, half_sum=pattern)
+        self._note(op, ruling)
+        return ruling
 
-    def note(self, op: Op, ruling: Ruling) -> None:
+    def _note(self, op: Op, ruling: Ruling) -> None:
         """Notes what later questions ask about the results of an operation."""
         outvars, passes_on = op.equation.outvars, ruling.category in _PASSES_ON
         if ruling.is_half_product or (passes_on and not self._of_products.isdisjoint(op.variables)):

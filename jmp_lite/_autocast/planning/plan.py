@@ -182,23 +182,23 @@ class Decision:
     def in_fp8(self) -> bool:
         return isinstance(self.action, Float8)
 
-    @functools.cached_property
+    @property
     def why_float32(self) -> tuple[Why, str] | None:
         """Why a matmul, or all of those in an unchanged call, stay float32 for the user or for a loop."""
-        if self.category is Category.CALL:
-            if self.changed:  # Each operation inside says so itself.
-                return None
-            inside = [each for plan in self.inner for each in plan.decisions if each.is_of_matmuls]
-            reasons = {each.why_float32 for each in inside}
-            return reasons.pop() if len(reasons) == 1 else None
-        is_kept = self.op.traits.category is Category.ALLOW and not self.takes_half
-        return (self.why, self.reason) if is_kept and self.why not in (Why.OTHER, Why.NO_LIST) else None
+        # Each operation inside of a call that changes says so itself.
+        is_one = len(self._why_matmuls) == 1 and not (self.category is Category.CALL and self.changed)
+        return next(iter(self._why_matmuls)) if is_one else None
 
-    @property
-    def is_of_matmuls(self) -> bool:
-        """Whether it is of a matmul, or of a call that runs some."""
-        inside = (each for plan in self.inner for each in plan.decisions)
-        return self.op.traits.category is Category.ALLOW or any(each.is_of_matmuls for each in inside)
+    @functools.cached_property
+    def _why_matmuls(self) -> frozenset[tuple[Why, str] | None]:
+        """The reasons of its matmuls; None for one that takes half, or keeps float32 for another reason."""
+        if self.category is Category.CALL:
+            inside = (each for plan in self.inner for each in plan.decisions)
+            return frozenset[Any]().union(*(each._why_matmuls for each in inside))
+        if self.op.traits.category is not Category.ALLOW:
+            return frozenset()
+        is_kept = not self.takes_half and self.why not in (Why.OTHER, Why.NO_LIST)
+        return frozenset({(self.why, self.reason) if is_kept else None})
 
     @property
     def gives_half(self) -> bool:

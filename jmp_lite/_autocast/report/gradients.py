@@ -41,7 +41,7 @@ def _operands(ops: Sequence[Op]) -> dict[int, list[Var]]:
     found: dict[int, list[Var]] = {}
     for index, op in enumerate(ops):
         operands = [sources.get(var, var) for var in op.variables]
-        if operands and (op.category is Category.MOVE or op.is_cast):
+        if len(operands) == 1 and (op.category is Category.MOVE or op.is_cast):
             sources.update(dict.fromkeys(op.equation.outvars, operands[0]))
         elif op.traits.category is Category.ALLOW:
             found[index] = operands

@@ -154,14 +154,14 @@ def operations_of(
     paths = dict(zip(inside.invars, origins, strict=True))
     live = None if outputs is None else _live(inside, outputs)
     forward = forward_products([decision.op for decision in plan.decisions])
-    arguments: list[tuple[str, ...]] = []  # Those of each operation.
+    arguments: dict[int, tuple[str, ...]] = {}  # Those of each operation, by its index.
     for index, decision in enumerate(plan.decisions):
         op, equation = decision.op, decision.op.equation
         path = join(scope, op.scope) if op.scope else scope
         taken = ["" if read.is_literal(var) else paths.get(var, "") for var in equation.invars]
         # The gradient of a weight takes no argument, and belongs to the layer whose gradient it is.
-        of_forward = arguments[forward[index]] if index in forward else ()
-        arguments.append(of_forward or tuple(dict.fromkeys(filter(None, taken))))
+        of_forward = arguments.get(forward.get(index, -1), ())
+        arguments[index] = of_forward or tuple(dict.fromkeys(filter(None, taken)))
         if live is not None and id(equation) not in live:
             pass  # The paths of its results below may still be asked for.
         elif decision.category is Category.CALL:
@@ -177,7 +177,7 @@ def operations_of(
             )
         elif has_floating(equation):
             reason = promotions.get(id(equation), decision.reason)
-            yield _operation(decision, reason, states, half, path, arguments[-1], times, around)
+            yield _operation(decision, reason, states, half, path, arguments[index], times, around)
         # An argument that is cast, reshaped or looked up is still that argument to its reader.
         if decision.category is Category.MOVE or op.is_cast:
             paths[equation.outvars[0]] = taken[0]
@@ -247,18 +247,13 @@ def _operation(
     in_half = any(taken) or traced in ({"float16"}, {"bfloat16"})
     is_product = traits_of(equation.primitive.name).category is Category.ALLOW
     here = around.inside(decision.op)
-    # A user's list is an option too, and its ruling has no kind of its own.
-    kind = Why.OPTION if decision.op.is_listed and decision.why is Why.OTHER else decision.why
-    why = kind.name.lower()
-    # What an autocast inside of the function has left in float32 has its reason in its scope.
-    if is_product and not in_half and all(inside := scopes.reason_of_scope(scope)):
-        why, reason = inside
-    if in_half and (saves := advise_keeping(equation, [_state(var, states) for var in equation.invars])):
-        reason = f"{reason}; {saves}"
+    why, reason = _why(decision, reason, "" if in_half or not is_product else scope)
+    saves = advise_keeping(equation, [_state(var, states) for var in equation.invars]) if in_half else ""
+    not_fp8 = f"bfloat16, not fp8: {decision.not_fp8}" if decision.not_fp8 else ""
     return AutocastOperation(
         name=equation.primitive.name,
         category=decision.category.value,
-        reason=f"{reason}; bfloat16, not fp8: {decision.not_fp8}" if decision.not_fp8 else reason,
+        reason="; ".join(filter(None, (reason, saves, not_fp8))),
         why=why,
         operands=tuple(map(_typed, equation.invars, taken, formats or [half] * len(taken))),
         results=tuple(
@@ -276,6 +271,18 @@ def _operation(
         caller=here.caller,
         backward=here.backward,
     )
+
+
+def _why(decision: Decision, reason: str, scope: str) -> tuple[str, str]:
+    """Returns the kind of the reason of an operation, and the reason.
+
+    What an autocast inside of the function has left in float32 has both in its `scope`.
+    """
+    if all(inside := scopes.reason_of_scope(scope)):
+        return inside
+    # A user's list is an option too, and its ruling has no kind of its own.
+    is_by_list = decision.op.is_listed and decision.why is Why.OTHER
+    return (Why.OPTION if is_by_list else decision.why).name.lower(), reason
 
 
 def _state(var: Var, states: Mapping[Var, State]) -> State:

@@ -1,9 +1,6 @@
 """Judges the errors of runs: which of them are harmful, and whether a larger loss scale mends them."""
 
-import functools
 import math
-
-import jax.numpy as jnp
 
 from ..._scaling.loss_scale import DynamicLossScale
 from .report import BY_HAND, HARM, LEAF, Difference, Limits
@@ -19,26 +16,13 @@ class Judge:
     def __init__(self, runs: Runs, harmless: float = HARM) -> None:
         self._runs, self._harmless = runs, harmless
 
-    @functools.cached_property
-    def _contribution(self) -> float:
-        """How much the parameters contribute to a loss, to first order."""
-        parameters, gradients = list(self._runs.program.parameters.values()), self._runs.full[1:]
-        if self._runs.program.is_step or [p.shape for p in parameters] != [g.shape for g in gradients]:
-            return 0.0
-
-        def product(p, g):
-            return abs(float(jnp.sum(p.astype(jnp.float32) * jnp.real(g))))
-
-        total = sum(map(product, parameters, gradients))
-        return total if math.isfinite(total) else 0.0
-
     def loss_error(self, error: Difference) -> float:
         """Returns the error of a loss, over what the parameters contribute to it if that is larger."""
         # A loss may be zero but for rounding, as PPO's is at its first step: its relative error says nothing.
         size = abs(self._runs.loss or 0.0)
-        is_small = size < self._contribution and math.isfinite(error.loss)
+        is_small = size < self._runs.contribution and math.isfinite(error.loss)
         # The error of a loss that is exactly 0 is not relative.
-        return error.loss * (size or 1.0) / self._contribution if is_small else error.loss
+        return error.loss * (size or 1.0) / self._runs.contribution if is_small else error.loss
 
     def limits(self, tolerance: float | None) -> Limits:
         """Returns the errors that are allowed: the tolerance, or what casts by hand cost if that is more."""

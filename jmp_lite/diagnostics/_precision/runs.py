@@ -119,6 +119,19 @@ class Runs:
         rows = rows_of({group: group.norms(near, self.full) for group in self._groups})
         return {number for number, row in rows.items() if error_of(*row)[0] > _UNSTABLE}
 
+    @functools.cached_property
+    def contribution(self) -> float:
+        """How much the parameters contribute to a loss, to first order."""
+        parameters, gradients = list(self.program.parameters.values()), self.full[1:]
+        if self.program.is_step or [p.shape for p in parameters] != [g.shape for g in gradients]:
+            return 0.0
+
+        def product(p, g):
+            return abs(float(jnp.sum(p.astype(jnp.float32) * jnp.real(g))))
+
+        total = sum(map(product, parameters, gradients))
+        return total if math.isfinite(total) else 0.0
+
     def _nonfinite(self, results: Sequence[Array], first: int, names: Sequence[str]) -> list[str]:
         named = zip(names, results[first:])
         return [name for name, result in named if not bool(jnp.isfinite(result).all())]

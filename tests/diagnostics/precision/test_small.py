@@ -61,10 +61,7 @@ def test_a_loss_without_gradients_is_compared_alone():
 def test_a_loss_error_is_relative_to_the_loss_or_what_the_parameters_contribute(
     loss, contribution, error, expected
 ):
-    program = types.SimpleNamespace(is_step=False, parameters={"w": jnp.ones(2)})
-    judge = Judge(
-        types.SimpleNamespace(loss=loss, program=program, full=[loss, jnp.full(2, contribution / 2)])
-    )
+    judge = Judge(types.SimpleNamespace(loss=loss, contribution=contribution))
     assert judge.loss_error(Difference(error, 0.0, 1.0)) == pytest.approx(expected)
 
 
