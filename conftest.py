@@ -54,7 +54,7 @@ gc.set_threshold(50_000)
 # What reads jaxprs, or names JAX's own functions, types and modules: CI runs it on the oldest JAX too. It
 # also runs there what needs the extra [peers].
 _BY_VERSION = (
-    *("jaxpr", "autocast", "test_imports.py", "test_types.py"),
+    *("jaxpr", "autocast", "laws/test_found.py", "test_imports.py", "test_types.py"),
     *("core/test_jmp_compatibility.py", "core/scaling/test_peers.py"),
 )
 
