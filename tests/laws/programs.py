@@ -288,6 +288,17 @@ def integers(p, d):
         return _squares(jnp.where(mask, x @ p["v"], 0.0)) + 0 * (codes + codes).sum()
 
 
+@_program("w", "v")
+def masks(p, d):
+    """Products that masks of the program compare, beside predicates of derivatives."""
+    with body():
+        x = (d["x"] @ p["w"] > 0).astype(jnp.float32) * jnp.sin(d["x"] @ p["v"])
+        x = jnp.clip(x @ p["w"], -1, 1)
+    with head():
+        y = x @ p["v"]
+        return _squares(jnp.where(y > 0, y, 0.1 * y)) + jnp.where(y == 1.0, x @ p["w"], 0.0).mean()
+
+
 @_program("w", "v", b=_vector)
 def deep_stack(p, d):
     """Many layers of one activation, where the errors of each add up."""

@@ -223,7 +223,7 @@ class DemandWalk:
         If the operation computes in float32, `kept` should not be rounded.
         """
         demand = analysis.demand
-        note_use(op, demand, analysis.context.is_backward(op))
+        note_use(op, demand)
         takes_half, gives_half = self._halves(op, ruling, analysis, result)
         demand.want(op.variables, wants(op, ruling, takes_half, gives_half, result, self._rules.dtype))
         if reads_in_float32(op, ruling, takes_half, gives_half, demand):

@@ -9,30 +9,19 @@ from .ruling import Ruling
 from .wanted import Demand, Wanted
 
 
-def note_use(op: Op, demand: Demand, is_backward: bool) -> None:
-    """Notes whether an operation reads its operands as numbers, or makes integers or booleans of them."""
-    results = [demand.uses[var] for var in op.equation.outvars]
-    selects = any(uses.by_backward for uses in results)
-    # In `autocast(grad(f))`: a predicate, the zeros and ones that are made of it, and what is computed of
-    # these, such as the quotient of two by which JAX 0.10 differentiates a `max`.
-    for var in op.variables:
-        demand.uses[var].by_backward |= is_backward or selects
-    # What leads to a cast to integers or to a comparison by element-wise operations and moves alone should be
-    # exact: an identifier of 261 is another one than 260, and bfloat16 has only the latter. A comparison by
-    # which the backward pass selects cotangents is that of the numbers of the forward pass.
-    if _makes_integers(op) and not selects:
+def note_use(op: Op, demand: Demand) -> None:
+    """Notes whether an operation reads its operands as numbers, or makes integers of them."""
+    # What leads to a cast to integers by element-wise operations and moves alone should be exact: an
+    # identifier of 261 is another one than 260, and bfloat16 has only the latter.
+    if op.is_cast and not any(map(read.is_floating, op.equation.outvars)):
         demand.read_exactly(op.variables)
         return
-    # Other operations that return integers, such as `argmax`, compare numbers with each other. A matmul whose
-    # result becomes integers reads numbers too.
-    if selects or _is_numeric(op) or any(uses.as_number for uses in results):
+    # Comparisons, and other operations that return integers, such as `argmax`, compare numbers with each other.
+    # A matmul whose result becomes integers reads numbers too.
+    if _is_numeric(op) or any(demand.uses[var].as_number for var in op.equation.outvars):
         demand.read_numbers(op.variables)
-    elif any(uses.exactly for uses in results):
+    elif any(demand.uses[var].exactly for var in op.equation.outvars):
         demand.read_exactly(op.variables)
-
-
-def _makes_integers(op: Op) -> bool:
-    return (op.is_cast or op.traits.compares) and not any(map(read.is_floating, op.equation.outvars))
 
 
 def _is_numeric(op: Op) -> bool:

@@ -19,7 +19,7 @@ from .states import FLOAT32, Kind, State
 from .wanted import Wanted
 
 _SELECTS = "a matmul with one-hot labels, which selects float32 values for float32 operations"
-_EXACT = "only integers or booleans are computed from it, and rounding would change them"
+_EXACT = "only integers are computed from it, and rounding would change them"
 # Operations that a GPU runs on half operands with a float32 result. For a convolution of such a result XLA
 # would widen the operands. (`diagnostics/_values/reference.py` names the products as well.)
 _GIVES_FLOAT32 = ("dot_general",)

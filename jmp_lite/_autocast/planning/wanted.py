@@ -15,7 +15,7 @@ from .op import Op
 class Wanted(enum.IntEnum):
     """How much the readers of a value want the value in half."""
 
-    EXACT = -1  # Only integers and booleans are computed from the value, and rounding would change them.
+    EXACT = -1  # Only integers are computed from the value, and rounding would change them.
     NO = 0
     INDIRECTLY = 1  # An operation passes the value on to a product. There may be other readers.
     WITH_OTHERS = 2  # A product takes the value and rounds it. Other readers may read the rounded value.
@@ -33,10 +33,7 @@ class Uses:
     # casts by hand would round it for both.
     by_sums: bool = False
     as_number: bool = False  # Something reads it as a number.
-    exactly: bool = False  # Integers or booleans are computed from it.
-    # The backward pass reads it, or what is computed of it, such as the predicate of a `max`, which selects
-    # cotangents.
-    by_backward: bool = False
+    exactly: bool = False  # Integers are computed from it.
     is_half_sum: bool = False  # It is a residual sum that `half_sums` selects: in half, whatever reads it.
 
     @property
@@ -47,7 +44,7 @@ class Uses:
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing but integers or booleans is computed from it."""
+        """Whether nothing but integers is computed from it."""
         return self.exactly and not self.as_number
 
     def wanted(self, reads: int) -> Wanted:
@@ -103,7 +100,7 @@ class Demand:
             self.uses[var].as_number = True
 
     def read_exactly(self, variables: Iterable[Var]) -> None:
-        """Notes that integers or booleans are computed from some variables."""
+        """Notes that integers are computed from some variables."""
         for var in variables:
             self.uses[var].exactly = True
 
