@@ -2,9 +2,11 @@
 
     python -m benchmarks.compiled.families                 # Six families, four ways: ten minutes.
     python -m benchmarks.compiled.families ViT GNN
+    python -m benchmarks.compiled.families --errors        # Runs small batches here: what the float32 sums buy.
 
 The program is the loss and its gradients; `by hand` casts the parameters and the inputs. Flax's layers with
-`dtype=bfloat16` move the same bytes. Nothing is run: the figures are those of the compiled programs.
+`dtype=bfloat16` move the same bytes. Without `--errors` nothing is run: the figures are those of the compiled
+programs.
 """
 
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jmp_lite as jmp
@@ -214,23 +217,70 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 def program(family: str, way: str, **sizes: Any) -> Program:
     """Compiles the loss and gradients of one of `FAMILIES` in one of `WAYS` for an H100."""
-    model, inputs, labels, loss = FAMILIES[family]
+    model, inputs, labels, _ = FAMILIES[family]
     model = model.clone(**sizes)
+    params = jax.eval_shape(model.init, jax.random.key(0), *inputs)
+    gradients = WAYS[way](_loss(family, model))
+    return read_program(compile_for_gpu(gradients, params, inputs, labels, pretend=True))
 
+
+def _loss(family: str, model: nn.Module) -> Callable[..., jax.Array]:
     def loss_fn(params: Any, inputs: Any, labels: jax.Array) -> jax.Array:
         outputs: Any = model.apply(params, *inputs)
-        return loss(outputs.astype(F32), labels)
+        return FAMILIES[family][3](outputs.astype(F32), labels)
 
-    params = jax.eval_shape(model.init, jax.random.key(0), *inputs)
-    return read_program(compile_for_gpu(WAYS[way](loss_fn), params, inputs, labels, pretend=True))
+    return loss_fn
+
+
+SMALL: dict[str, tuple[tuple[int, ...], ...]] = {
+    "ViT": ((4, 224, 224, 3), (4,)),
+    "T5": ((2, 128), (2, 128)),
+    "Conformer": ((2, 400, 80), (2, 16)),
+    "GNN": ((1024, 128), (8192, 16), (8192,), (8192,), (1024,)),
+    "U-Net": ((2, 32, 32, 3), (2, 128), (2, 32, 32, 3)),
+    "Mamba": ((1, 256), (1, 256)),
+}
+"""For each family, the shapes of the inputs and the labels of a batch that a CPU computes in seconds."""
+
+
+def errors(family: str) -> list[float]:
+    """Returns the error of the gradients of a small batch for each of `WAYS`, relative to those of float32.
+
+    The parameters are initial ones, the inputs random. A difference is that of all gradients as one vector.
+    """
+    model, specs, label, _ = FAMILIES[family]
+    loss_fn, generator = _loss(family, model), np.random.default_rng(0)
+    # Labels of a GNN are 40 classes; its indices of nodes may be as small.
+    largest = 40 if family == "GNN" else 1000
+
+    def drawn(spec: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.Array:
+        if jnp.issubdtype(spec.dtype, jnp.integer):
+            return jnp.asarray(generator.integers(1, largest, shape), spec.dtype)
+        return jnp.asarray(generator.normal(size=shape), spec.dtype)
+
+    *inputs, labels = map(drawn, (*specs, label), SMALL[family])
+    params = jax.jit(model.init)(jax.random.key(0), *inputs)
+
+    def gradients(way: Callable[[Any], Any]) -> np.ndarray:
+        leaves = jax.tree.leaves(jax.jit(way(loss_fn))(params, inputs, labels)[1])
+        return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in leaves])
+
+    true = gradients(jax.value_and_grad)
+    return [float(np.linalg.norm(gradients(way) - true) / np.linalg.norm(true)) for way in WAYS.values()]
 
 
 def main() -> None:
     """Prints a row for each family."""
     parser = make_parser(__doc__)
     parser.add_argument("families", nargs="*", default=list(FAMILIES), help="of the first column")
-    print(f"| GB moved, and of by hand | {' | '.join(WAYS)} |\n|{' --- |' * (len(WAYS) + 1)}")
-    for family in parser.parse_args().families:
+    parser.add_argument("--errors", action="store_true", help="the errors of the gradients of a small batch")
+    arguments = parser.parse_args()
+    title = "error of the gradients" if arguments.errors else "GB moved, and of by hand"
+    print(f"| {title} | {' | '.join(WAYS)} |\n|{' --- |' * (len(WAYS) + 1)}")
+    for family in arguments.families:
+        if arguments.errors:
+            print(f"| {family} | {' | '.join(f'{error:.2%}' for error in errors(family))} |", flush=True)
+            continue
         found = [program(family, way).bytes_moved for way in WAYS]
         cells = (f"{each / 1e9:.1f} ({each / found[0]:.2f})" for each in found)
         print(f"| {family} | {' | '.join(cells)} |", flush=True)

@@ -68,13 +68,13 @@ class Planner:
         if not path:  # A constant, such as an array that the function closes over.
             return State(Kind.ARGUMENT if value.ndim else Kind.ADAPTS, source=Source())
         rule = self.scopes.rule_for(path)
+        is_wide = self.rules.reduce_dtype is not None
+        source = Source(is_wide, first_match(self.rules.float32_results, path), rule)
         if rule is not None and rule[1] == "float32":
-            return State(Kind.BY_RULE, source=Source(rule=rule))
+            return State(Kind.BY_RULE, source=source)
         # A scalar argument, such as a learned temperature, adapts as a number does.
         if not value.ndim:
             return State(Kind.ADAPTS, source=Source())
-        is_wide = self.rules.reduce_dtype is not None
-        source = Source(is_wide, first_match(self.rules.float32_results, path), rule)
         return State(Kind.ARGUMENT, source=source)
 
     def constant(self, value: Array) -> State:

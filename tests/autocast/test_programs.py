@@ -173,6 +173,25 @@ def test_a_product_of_half_operands_with_a_float32_result_has_the_same_gradients
         assert_close(order(loss, half)(W), jax.grad(loss)(W), half, factor=8)
 
 
+KEPT = {
+    "deny": (lambda fun: fun, {"deny": ["dot_general"]}),
+    "not allowed": (lambda fun: fun, {"allow": ["-dot_general"]}),
+    "a rule": (jax.named_scope("head"), {"rules": {"head": "float32"}}),
+    "full_precision": (jmp.full_precision, {}),
+    "autocast to float32": (lambda fun: jmp.autocast(fun, "float32"), {}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_such_a_product_has_the_gradients_of_the_program_where_the_user_keeps_it(name):
+    scope, options = KEPT[name]
+    half = jnp.bfloat16
+    loss = scope(lambda w: lax.dot(X.astype(half), w.astype(half), preferred_element_type=jnp.float32).sum())
+    first = products(jax.grad(jmp.autocast(loss, half, **options)), W)
+    second = products(jmp.autocast(jax.grad(loss), half, **options), W)
+    assert first == second == products(jax.grad(loss), W)
+
+
 def test_none_is_no_option():
     fun = jmp.autocast(jnp.dot, rules=None, allow=None, deny=None, infer=None)
     assert products(fun, X, W) == [("bfloat16", "bfloat16")]

@@ -78,6 +78,15 @@ def test_only_the_products_that_make_weight_gradients_give_float32_in_both_order
     assert half_inside == half_outside == {HALF: plain}
 
 
+def test_a_rule_for_the_arguments_leaves_the_weight_gradients_of_a_half_scope_in_float32():
+    body = jax.named_scope("body")(layer)
+    rules = {"body": "float16", "**": "float32"}
+    loss = lambda x, w, b, v: (body(x, w, b) @ v).sum()
+    for gradients in both_orders(loss, rules=rules, reduce_dtype="float32"):
+        kinds = product_kinds(gradients, X, W, B, V)
+        assert (kinds[HALF], kinds[WIDE]) == (1, 2)  # `x` is an argument as well.
+
+
 def test_the_rule_of_a_custom_jvp_gives_weight_gradients_in_float32():
     fun = lambda x, w: jnp.sum(with_jvp(dense)(x, w))
     assert product_kinds(jax.grad(wide(fun), (0, 1)), X, W) == {WIDE: 2, HALF: 1}

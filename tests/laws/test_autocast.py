@@ -14,6 +14,7 @@ its row in `OPTIONS` of tests/laws/cases.py, a new kind of program its function 
 
 import gc
 import inspect
+import itertools
 import traceback
 import weakref
 from collections.abc import Iterator
@@ -113,6 +114,16 @@ def test_a_program_runs_with_its_dtypes_and_the_same_products_in_both_orders(pro
 @hypothesis.settings(max_examples=150)
 def test_many_cases_run_with_their_dtypes_and_the_same_products_in_both_orders(program, data):
     check_traces(data.draw(cases(program)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scope", ["none", "fuse_attention"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_pair_of_options_has_the_same_products_in_both_orders(program, scope):
+    values = [(name, value) for name in OPTIONS if name != "dtype" for value in OPTIONS[name]]
+    for pair in itertools.combinations(values, 2):
+        if pair[0][0] != pair[1][0]:
+            check_traces(Case(program, "", scope, (("dtype", "bfloat16"), *pair), "plain", ""))
 
 
 @pytest.mark.cases(slow=len(PROGRAMS) // 2)

@@ -82,8 +82,10 @@ def _takes_of_kept_product(
     if ruling.why is Why.LOOP and len(operands) == 2:  # Its gradients decide nothing.
         return in_full(operands).operands
     # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do:
-    # https://github.com/jax-ml/jax/issues/10818.
-    return (Take.AS_IS,) * len(operands) if widens(op, half) else None
+    # https://github.com/jax-ml/jax/issues/10818. What the user takes off the allow list, or puts into a scope
+    # that stays as traced, has the gradients of the program.
+    is_allowed = ruling.category is Category.ALLOW
+    return (Take.AS_IS,) * len(operands) if is_allowed and widens(op, half) else None
 
 
 def _half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:
