@@ -2,7 +2,7 @@
 
     python -m benchmarks.compiled.families                 # Six families, four ways: ten minutes.
     python -m benchmarks.compiled.families ViT GNN
-    python -m benchmarks.compiled.families --errors        # What the float32 sums buy: small batches, run here.
+    python -m benchmarks.compiled.families --errors        # Errors of gradients: small batches run here.
 
 The program is the loss and its gradients; `by hand` casts the parameters and the inputs. Flax's layers with
 `dtype=bfloat16` move the same bytes. Without `--errors` nothing is run: the figures are those of the compiled

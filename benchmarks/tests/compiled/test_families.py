@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.compiled.families import WAYS, program
+from benchmarks.compiled.families import WAYS, errors, program
 
 # The limits are those of autocast with the stream in float32, and in half. A GNN sums its messages in
 # float32, in place. Two layers, and a U-Net of its true widths, compile three times as long.
@@ -34,3 +34,9 @@ def test_a_family_moves_little_more_than_with_casts_by_hand(family, sizes, limit
     by_hand, *ours = (program(family, way, **sizes).bytes_moved for way in list(WAYS)[:3])
     for moved, limit in zip(ours, limits, strict=True):
         assert moved <= limit * by_hand
+
+
+@pytest.mark.slow
+def test_the_float32_sums_of_a_gnn_keep_digits_of_its_gradients():
+    by_hand, autocast, *_ = errors("GNN")
+    assert autocast < 0.5 * by_hand < 0.1
