@@ -215,8 +215,9 @@ def _autocast(fun: Callable[..., Any], settings: Rules) -> Callable[..., Any]:
         with _forward_mode_explained(_option_without_forward_mode(settings, plan)):
             return traced.outputs(run(planner, plan, traced.arrays))
 
-    # With the function itself: `functools.wraps` copies attributes, so a wrapper has one of another function.
-    autocast_fun._autocast = (autocast_fun, fun, settings)  # type: ignore[attr-defined]
+    # With the code: `functools.wraps` copies attributes, so a wrapper has that of another function. With the
+    # function itself, its arrays would live until Python looks for cycles.
+    autocast_fun._autocast = (autocast_fun.__code__, fun, settings)  # type: ignore[attr-defined]
     return autocast_fun
 
 
@@ -249,10 +250,12 @@ def settings_of(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Rules] | N
     Raises:
         TypeError: `fun` is a transform of a function that autocast made.
     """
-    made, *settings = getattr(fun, "_autocast", (None,))
-    if made is None:
+    code, *settings = getattr(fun, "_autocast", (None,))
+    if code is None:
         return None
-    if made is not fun:  # A wrapper around it, such as that of jax.grad, copies its attributes.
+    if code != getattr(
+        fun, "__code__", None
+    ):  # A wrapper around it, such as that of jax.grad, copies its attributes.
         raise TypeError(
             f"{fun!r} is a transform of a function that autocast returned. Give the function within, as in "
             "explain(autocast(loss_fn))(params, batch). To see the backward pass as well, put autocast "

@@ -202,8 +202,8 @@ class _Call:
             _check_output(self._fun, leaf)
         # The arrays go out through the trace; kept here they would leak from it:
         # https://docs.jax.dev/en/latest/errors.html#jax.errors.UnexpectedTracerError.
-        self._output_leaves = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in outputs]
-        return [output for output in outputs if isinstance(output, jax.Array)]
+        self._output_leaves = [_ARRAY if _is_traced(leaf) else leaf for leaf in outputs]
+        return list(filter(_is_traced, outputs))
 
     def outputs(self, results: Sequence[Array]) -> Any:
         """Returns the output of the function, of its arrays."""
@@ -218,6 +218,11 @@ def _is_array(leaf: Any) -> bool:
     # refuses. NumPy's integers and booleans stay: they may be sizes, or choose what the function does.
     is_numpy = isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     return is_numpy or isinstance(leaf, jax.Array)
+
+
+def _is_traced(leaf: Any) -> bool:
+    """Whether an output is an array, or a tracer of something else, such as a token."""
+    return isinstance(leaf, jax.Array) or is_jaxpr_tracer(leaf)
 
 
 def _check_output(fun: Callable[..., Any], leaf: Any) -> None:

@@ -130,6 +130,21 @@ def test_an_eager_call_leaves_no_objects_behind(order, only_new_garbage):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_an_array_that_a_function_closes_over_is_freed_with_the_function(order, only_new_garbage):
+    """At once, as under plain JAX, and not when Python looks for cycles."""
+    gc.disable()
+    try:
+        data = jnp.ones((2, WIDTH))
+        fun = jax.jit(in_order(order, lambda w, x, data=data: jnp.mean(jnp.tanh(x @ w) * data), "bfloat16"))
+        fun(W, X)
+        reference = weakref.ref(data)
+        del data, fun
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_custom_rule_that_is_dropped_leaves_no_array_behind(order):
     references = []
     for _ in range(2):

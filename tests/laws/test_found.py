@@ -770,3 +770,9 @@ def test_a_product_that_is_only_compared_is_half_in_both_orders(name, way):
     kinds = [live_products(jax.make_jaxpr(in_order(order, loss, "bfloat16"))(W)) for order in ORDERS]
     assert set(kinds[0]) == {("dot_general", "bfloat16", "bfloat16", "bfloat16")}
     assert kinds[1] == kinds[0]
+
+
+def test_a_function_may_return_a_token():
+    fun = lambda x: (lax.create_token(x), x @ W)
+    token, y = jax.jit(jmp.autocast(fun))(X)
+    assert type(token) is type(lax.create_token(0.0)) and y.shape == (len(X), W.shape[1])

@@ -14,7 +14,7 @@ from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Jaxpr, Var
 from .dependence import Intermediate, LoopDecisions, Streams, Tangents
-from .op import Context, Held, Op, Readers, read_ops, readers_of
+from .op import Context, Held, Op, ReadJaxprs, Readers
 from .operands import note_use, reads_in_float32, wants
 from .regions import Regions
 from .rules import Rules
@@ -79,23 +79,19 @@ class DemandWalk:
 
     def __init__(self, rules: Rules, scopes: Scopes) -> None:
         self._rules, self._scopes = rules, scopes
-        self._read: dict[int, tuple[Op, ...]] = {}
-        self._readers: dict[int, Readers] = {}
+        self._jaxprs = ReadJaxprs(rules)
         self._regions: dict[tuple[int, bool], Regions] = {}
         self._analyses: dict[Any, Analysis] = {}
         self._is_told: bool | None = None  # See `_tells_gradients`.
-        # The keys of all four hold ids of jaxprs. Python gives the id of an object that is gone to a new one.
-        self._alive: list[Jaxpr] = []
-        self._decisions = LoopDecisions(self._ops)
-        self._intermediate = Intermediate(self._ops)
-        self._streams = Streams(self._ops)
-        self._tangents = Tangents(self._ops)
+        self._decisions = LoopDecisions(self._jaxprs.ops)
+        self._intermediate = Intermediate(self._jaxprs.ops)
+        self._streams = Streams(self._jaxprs.ops)
+        self._tangents = Tangents(self._jaxprs.ops)
 
     def read(self, jaxpr: Jaxpr, context: Context, states: dict[Var, State]) -> Analysis:
         """Returns what is known of a jaxpr before any decision: everything may be wanted in half."""
         inside = read.open_jaxpr(jaxpr)
-        ops = self._ops(inside)
-        readers = self._readers[id(inside)]
+        ops, readers = self._jaxprs.ops(inside), self._jaxprs.readers(inside)
         # The questions of `dependence`, each asked only where a decision needs the answer.
         intermediate = gradients = frozenset[Var]()
         if self._tells_gradients(inside):
@@ -177,18 +173,10 @@ class DemandWalk:
             self._is_told = has_one_hot or self._rules.reduce_dtype is not None
         return self._is_told
 
-    def _ops(self, jaxpr: Jaxpr) -> tuple[Op, ...]:
-        inside = read.open_jaxpr(jaxpr)
-        if id(inside) not in self._read:
-            self._alive.append(inside)
-            self._read[id(inside)] = read_ops(inside, self._rules)
-            self._readers[id(inside)] = readers_of(inside, self._read[id(inside)])
-        return self._read[id(inside)]
-
     def _regions_of(self, inside: Jaxpr, of_gradient: bool) -> Regions:
         key = id(inside), of_gradient
         if key not in self._regions:
-            self._regions[key] = Regions(self._ops(inside), self._readers[id(inside)], of_gradient)
+            self._regions[key] = Regions(self._jaxprs.ops(inside), self._jaxprs.readers(inside), of_gradient)
         return self._regions[key]
 
     def _go_backwards(self, analysis: Analysis, wanted: Sequence[Wanted]) -> None:

@@ -19,6 +19,7 @@ from ..._jaxpr.read import (
     is_literal,
     is_reference,
     name_of,
+    open_jaxpr,
 )
 from ..._jaxpr.scopes import is_recomputed, is_transposed, scope_of
 from ..._paths import join
@@ -141,6 +142,29 @@ def readers_of(inside: Jaxpr, ops: Sequence[Op]) -> Readers:
             readers[var].append(index)
     # It stays a `defaultdict`: a variable that nothing reads has no readers.
     return Readers(readers, collections.Counter(var for var in inside.outvars if not is_literal(var)))
+
+
+class ReadJaxprs:
+    """The operations of jaxprs and their readers. Each jaxpr is read once, and is kept alive."""
+
+    # The keys here, and in what is made of the operations, are ids of jaxprs. Python gives the id of an object
+    # that is gone to a new one.
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._read: dict[int, tuple[Jaxpr, tuple[Op, ...], Readers]] = {}
+
+    def ops(self, jaxpr: Jaxpr) -> tuple[Op, ...]:
+        return self._of(jaxpr)[1]
+
+    def readers(self, jaxpr: Jaxpr) -> Readers:
+        return self._of(jaxpr)[2]
+
+    def _of(self, jaxpr: Jaxpr) -> tuple[Jaxpr, tuple[Op, ...], Readers]:
+        inside = open_jaxpr(jaxpr)
+        if id(inside) not in self._read:
+            ops = read_ops(inside, self._rules)
+            self._read[id(inside)] = inside, ops, readers_of(inside, ops)
+        return self._read[id(inside)]
 
 
 class Held(enum.Enum):
