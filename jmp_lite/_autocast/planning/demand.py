@@ -14,7 +14,7 @@ from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Jaxpr, Var
 from .dependence import Intermediate, LoopDecisions, Streams, Tangents
-from .op import Context, Held, Op, ReadJaxprs, Readers
+from .op import Context, Held, Op, Readers, ReadJaxprs
 from .operands import note_use, reads_in_float32, wants
 from .regions import Regions
 from .rules import Rules
