@@ -234,3 +234,15 @@ def test_trees_and_layers():
     gradient = jax.jit(jax.grad(lambda w: jnp.sum(layer(w, x) ** 2)))(params["w1"])
     expected = jax.grad(lambda w: jnp.sum((X @ w) ** 2))(WHOLE["w1"])
     np.testing.assert_allclose(np.asarray(gradient), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_raise_if_stuck_reads_a_state_in_the_context_of_the_mesh():
+    params, _ = sharded()
+    tx = jmp.with_loss_scale(optax.adam(1e-3))
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    jmp.raise_if_stuck(state, 2)
+    _, still = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    with pytest.raises(FloatingPointError, match="gradients of all 1 steps were zero"):
+        jmp.raise_if_stuck(still, 1)

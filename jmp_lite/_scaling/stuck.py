@@ -135,13 +135,14 @@ def _moments_are_zero(inner_state: Any) -> bool:
         return any(getattr(key, "name", None) in ("mu", "trace") for key in path)
 
     moments = [leaf for path, leaf in paths if is_moment(path) and is_floating(leaf) and np.ndim(leaf) > 0]
-    # Each process reads its own part: a reduction over a global array would wait for the others.
+    # Each process reads its own part, as NumPy: a reduction over a global array would wait for the others, and
+    # one over a part would not run in the context of a mesh of more devices.
     parts = (
         part.data if isinstance(moment, jax.Array) else part
         for moment in sorted(moments, key=np.size)
         for part in (moment.addressable_shards if isinstance(moment, jax.Array) else [moment])
     )
-    return bool(moments) and not any(bool((part != 0).any()) for part in parts)
+    return bool(moments) and not any((jax.device_get(part) != 0).any() for part in parts)
 
 
 def _complaint(
