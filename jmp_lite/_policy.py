@@ -225,9 +225,9 @@ def get_policy(policy_name: str) -> Policy:
               By default params is float32, compute is that of params, and output is that of compute;
             - one dtype for all three: `"float32"`, `"half"`, `"bf16"`, `"fp16"`;
             - a level of Apex: `"O0"` float32; `"O1"` float32 parameters, half compute; `"O2"` half
-              parameters, float32 normalization layers, which it knows by names such as `LayerNorm_0`, `norm1`,
-              `bn` or `ln_2`; `"O3"` all half. With O2, wrap the optimizer in `with_master_params`, so that
-              small updates are not lost;
+              parameters, float32 normalization layers, which it knows by names such as `LayerNorm_0`,
+              `norm1`, `bn` or `ln_2`; `"O3"` all half. With O2, wrap the optimizer in `with_master_params`,
+              so that small updates are not lost;
             - a name of Keras or Lightning: `"mixed_float16"`, `"16-mixed"`, `"mixed_bfloat16"`,
               `"bf16-mixed"`, all with float32 parameters and outputs;
             - any of these followed by rules: `"c=f16,o=f32; head -> float32; **/Norm* ?-> f32"`.

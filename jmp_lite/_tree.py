@@ -138,7 +138,11 @@ def select_tree(pred: Any, a: T, b: T) -> T:
         {'x': Array(2., dtype=float32)}
     """
     if jnp.ndim(pred) != 0 or jnp.result_type(pred) != jnp.bool_:
-        raise AssertionError("expected boolean scalar")  # `python -O` drops an `assert`.
+        kind = f"{jnp.result_type(pred)} of shape {jnp.shape(pred)}"
+        # An `assert` would be gone under `python -O`.
+        raise AssertionError(
+            f"expected boolean scalar, got {kind}. For one predicate for each member: jax.vmap(select_tree)."
+        )
     pred = jnp.asarray(pred)
     # Not `jnp.where`, which promotes: state keeps its dtype, or there is an error.
     return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)

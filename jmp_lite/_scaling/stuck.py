@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -89,26 +90,33 @@ def _check(state: SkipNonfiniteState, max_consecutive_skips: int, max_skip_rate:
         for member in np.ndindex(batch):
             complaint = _complaint(state, member, max_consecutive_skips, max_skip_rate)
             if complaint:
-                prefix = f"Member {list(member)} of {list(batch)}: " if batch else ""
-                raise FloatingPointError(f"{prefix}{complaint}\n{_ADVICE}")
-        if not batch:
-            _check_gradients(state, max_consecutive_skips)
+                raise FloatingPointError(f"{_prefix(member, batch)}{complaint}\n{_ADVICE}")
+            _check_gradients(state, member, batch, max_consecutive_skips)
 
 
-def _check_gradients(state: SkipNonfiniteState, least_steps: int) -> None:
+def _prefix(member: tuple[int, ...], batch: tuple[int, ...]) -> str:
+    return f"Member {list(member)} of {list(batch)}: " if batch else ""
+
+
+def _check_gradients(
+    state: SkipNonfiniteState, member: tuple[int, ...], batch: tuple[int, ...], least_steps: int
+) -> None:
     """Raises an error if all gradients so far were zero; warns if the scale has grown far too large."""
-    steps, skipped, _ = map(int, np.asarray(state.counts))
-    if steps - skipped >= least_steps and _moments_are_zero(state.inner_state):
+    steps, skipped, _ = map(int, np.asarray(state.counts)[member])
+    prefix = _prefix(member, batch)
+    if steps - skipped >= least_steps and _moments_are_zero(state.inner_state, member):
         raise FloatingPointError(
-            f"The gradients of all {steps - skipped} steps were zero. In float16 they underflow if the loss "
+            f"{prefix}The gradients of all {steps - skipped} steps were zero. In float16 they underflow if the loss "
             f"is not scaled: {LINE} scales it, and jax.value_and_grad does not. Otherwise the loss does not "
             "depend on the parameters: look for stop_gradient, argmax, a cast to integers, or a wrong "
             "argnums."
         )
-    scale = state.loss_scale
-    if isinstance(scale, DynamicLossScale) and not skipped and _has_grown(scale, steps):
+    if not isinstance(state.loss_scale, DynamicLossScale) or skipped:
+        return
+    scale = float(_member(state.loss_scale.loss_scale, member))
+    if _has_grown(state.loss_scale, scale, steps):
         message = (
-            f"The loss scale has grown to {float(scale.loss_scale):g} and no step was skipped. In float16, "
+            f"{prefix}The loss scale has grown to {scale:g} and no step was skipped. In float16, "
             "gradients that are scaled by it would overflow. Either the loss is not scaled, because "
             f"jax.value_and_grad was left in the step: write {LINE}. Or the run is in bfloat16 or float32, "
             "which need no loss scale: jmp.with_loss_scale(tx, jmp.NoOpLossScale())."
@@ -116,16 +124,19 @@ def _check_gradients(state: SkipNonfiniteState, least_steps: int) -> None:
         warnings.warn(message, UserWarning, stacklevel=4)
 
 
-def _has_grown(scale: DynamicLossScale, steps: int) -> bool:
+def _has_grown(settings: DynamicLossScale, scale: float, steps: int) -> bool:
     """Whether a scale has grown far too large in steps of which none was skipped, and did not start there."""
-    exponent = math.log2(float(scale.loss_scale))
+    exponent = math.log2(scale)
     # No step was skipped, so the scale has grown once in each period.
-    start = exponent - steps // scale.period * math.log2(scale.factor)
+    start = exponent - steps // settings.period * math.log2(settings.factor)
     return exponent >= _FAR_TOO_LARGE > start
 
 
-def _moments_are_zero(inner_state: Any) -> bool:
-    """Whether an optimizer keeps means of the gradients, and all are zero, on the devices of this process."""
+def _moments_are_zero(inner_state: Any, member: tuple[int, ...]) -> bool:
+    """Whether an optimizer keeps means of the gradients, and all are zero, on the devices of this process.
+
+    `member` is the index of a member of a batched state; empty for a state of its own.
+    """
     if nodes_of(inner_state, optax.MultiStepsState):  # Its optimizer has maybe not been called yet.
         return False
     paths = jax.tree_util.tree_leaves_with_path(without_nnx_variables(inner_state))
@@ -135,14 +146,18 @@ def _moments_are_zero(inner_state: Any) -> bool:
         return any(getattr(key, "name", None) in ("mu", "trace") for key in path)
 
     moments = [leaf for path, leaf in paths if is_moment(path) and is_floating(leaf) and np.ndim(leaf) > 0]
-    # Each process reads its own part, as NumPy: a reduction over a global array would wait for the others, and
-    # one over a part would not run in the context of a mesh of more devices.
-    parts = (
-        part.data if isinstance(moment, jax.Array) else part
-        for moment in sorted(moments, key=np.size)
-        for part in (moment.addressable_shards if isinstance(moment, jax.Array) else [moment])
-    )
-    return bool(moments) and not any((jax.device_get(part) != 0).any() for part in parts)
+    moments.sort(key=np.size)
+    return bool(moments) and not any(part.any() for moment in moments for part in _parts(moment, member))
+
+
+def _parts(moment: Any, member: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """Yields a moment, or that of one member, as NumPy arrays: one for each device of this process."""
+    # Each process reads its own part: a reduction over a global array would wait for the others, and one over
+    # a part would not run in the context of a mesh of more devices.
+    if not isinstance(moment, jax.Array) or (member and moment.is_fully_addressable):
+        yield jax.device_get(moment)[member]
+    else:
+        yield from (jax.device_get(shard.data) for shard in moment.addressable_shards)
 
 
 def _complaint(

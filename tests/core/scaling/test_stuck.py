@@ -63,6 +63,21 @@ def test_gradients_that_were_all_zero_since_value_and_grad_was_forgotten(name):
     jmp.raise_if_stuck(trained(tx, scaled), 5)
 
 
+def test_each_member_of_a_mapped_state_is_checked():
+    tx = jmp.with_loss_scale(optax.adam(1e-3), jmp.DynamicLossScale(2.0**38, period=1))
+    states = jax.vmap(tx.init)(jax.tree.map(lambda p: jnp.stack([p] * 3), PARAMS))
+    counts = jnp.array([[4, 1, 0], [4, 2, 0], [4, 0, 0]])
+    moments = jax.tree.map(lambda m: m.at[jnp.array([0, 2])].set(1) if m.ndim > 1 else m, states.inner_state)
+    states = dataclasses.replace(states, counts=counts, inner_state=moments)
+    jmp.raise_if_stuck(states, 3)  # Member 1 has taken two steps.
+    with pytest.raises(FloatingPointError, match=r"Member \[1\] of \[3\]: The gradients of all 2 steps"):
+        jmp.raise_if_stuck(states, 2, max_skip_rate=1)
+    grow = lambda leaf: leaf.at[2].set(2.0**42) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+    grown = jax.tree.map(grow, states.loss_scale)
+    with pytest.warns(UserWarning, match=r"Member \[2\] of \[3\]: The loss scale has grown"):
+        jmp.raise_if_stuck(dataclasses.replace(states, loss_scale=grown), 3)
+
+
 def test_gradients_that_wait_in_an_accumulation_are_not_zero():
     tx = jmp.with_loss_scale(optax.MultiSteps(optax.adam(1e-3), 8))
     jmp.raise_if_stuck(trained(tx, scaled), 5)
