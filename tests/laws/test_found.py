@@ -750,9 +750,11 @@ REPEATED = {
     "plain": lambda fun: fun,
     "remat": jax.checkpoint,
     "remat of jit": lambda fun: jax.checkpoint(jax.jit(fun)),
-    "scan of remat": lambda fun: lambda w: lax.scan(
-        lambda total, _: (total + jax.checkpoint(fun)(w), None), jnp.zeros_like(fun(w)), None, length=2
-    )[0],
+    "scan of remat": lambda fun: (
+        lambda w: lax.scan(
+            lambda total, _: (total + jax.checkpoint(fun)(w), None), jnp.zeros_like(fun(w)), None, length=2
+        )[0]
+    ),
 }
 
 

@@ -51,39 +51,39 @@ def _is_constant_outer(op: Op, operands: Sequence[State]) -> bool:
 
 def _kept(op: Op, operands: Sequence[State], ruling: Ruling, analysis: Analysis) -> Decision:
     """Decides about an operation whose ruling has a reason: it runs as in the program, or in float32."""
-    # An `exp` or a power at the end of a region: the region gives half (`passes.recompute`).
-    is_constant = all(state.constant for state in operands)
-    ends_region = not analysis.regions.keys().isdisjoint(op.equation.outvars)
-    if ruling.category is Category.DENY and ends_region and not is_constant:
+    kept, half = run_in_float32(op, operands, ruling), analysis.rules.dtype
+    if _ends_region(op, operands, ruling, analysis):  # The region gives half (`passes.recompute`).
         return dataclasses.replace(store_half(op, operands, ruling.reason), category=Category.DENY)
-    decision = run_in_float32(op, operands, ruling)
     # In `autocast(grad(f))`, the gradient of a lookup of labels (`_jaxpr/picks.py`).
     if op.name == "scatter-add" and _picks(op):
         action = dataclasses.replace(in_full(operands), picks=True)
-        return dataclasses.replace(decision, action=action, changed=True)
+        return dataclasses.replace(kept, action=action, changed=True)
     if ruling.why is Why.KEEP_FLOAT32:
-        return dataclasses.replace(decision, results=results_of(op, operands, KEPT))
-    # A product in float32 whose gradients are products of half operands.
-    half = analysis.rules.dtype
-    takes = _takes_of_kept_product(op, operands, ruling, half)
-    if takes is None:
-        return decision
-    return dataclasses.replace(
-        decision, action=Product(takes, (half, half), half_params(op, half)), changed=True
-    )
+        return dataclasses.replace(kept, results=results_of(op, operands, KEPT))
+    if takes := _takes_beside_half_gradients(op, operands, ruling, half):
+        action = Product(takes, (half, half), half_params(op, half))
+        return dataclasses.replace(kept, action=action, changed=True)
+    return kept
 
 
-def _takes_of_kept_product(
+def _ends_region(op: Op, operands: Sequence[State], ruling: Ruling, analysis: Analysis) -> bool:
+    """Whether an operation of the deny list, such as an `exp` or a power, makes the result of a region."""
+    ends_region = not analysis.regions.keys().isdisjoint(op.equation.outvars)
+    is_constant = all(state.constant for state in operands)
+    return ruling.category is Category.DENY and ends_region and not is_constant
+
+
+def _takes_beside_half_gradients(
     op: Op, operands: Sequence[State], ruling: Ruling, half: np.dtype
-) -> tuple[Take, ...] | None:
-    """Returns how a product takes its operands if it is kept and the products of its gradients are not."""
+) -> tuple[Take, ...]:
+    """Returns how a kept product takes its operands if the products of its gradients take half; else `()`."""
     if op.traits.category is not Category.ALLOW:
-        return None
+        return ()
     if ruling.why is Why.LOOP and len(operands) == 2:  # Its gradients decide nothing.
         return in_full(operands).operands
     # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do:
     # https://github.com/jax-ml/jax/issues/10818.
-    return (Take.AS_IS,) * len(operands) if widens(op, half) else None
+    return (Take.AS_IS,) * len(operands) if widens(op, half) else ()
 
 
 def _half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:

@@ -16,8 +16,8 @@ def note_use(op: Op, demand: Demand) -> None:
     if op.is_cast and not any(map(read.is_floating, op.equation.outvars)):
         demand.read_exactly(op.variables)
         return
-    # Comparisons, and other operations that return integers, such as `argmax`, compare numbers with each other.
-    # A matmul whose result becomes integers reads numbers too.
+    # Comparisons, and other operations that return integers, such as `argmax`, compare numbers with each
+    # other. A matmul whose result becomes integers reads numbers too.
     if _is_numeric(op) or any(demand.uses[var].as_number for var in op.equation.outvars):
         demand.read_numbers(op.variables)
     elif any(demand.uses[var].exactly for var in op.equation.outvars):
