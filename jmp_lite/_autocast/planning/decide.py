@@ -12,7 +12,7 @@ from ..._jaxpr.read import Var, is_float32
 from .demand import Analysis
 from .elementwise import decide_elementwise, in_full, in_half, results_of, run_in_float32, store_half
 from .op import Op
-from .plan import Decision, Move, Product, Run, Skip, Take
+from .plan import Decision, Move, MoveBoth, Product, Run, Skip, Take
 from .products import by_first_rule, decide_outer, decide_product, half_params, widens
 from .ruling import OUTER, Ruling, Why
 from .states import FLOAT32, HALF_SUM, KEPT, Kind, Source, State, moved
@@ -106,14 +106,14 @@ def _move(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis)
     if _looks_up_half(op, operands[0], wanted):
         operands = [dataclasses.replace(operands[0], kind=Kind.HALF), *operands[1:]]
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))
-    # One result alone: `Move.both` moves the first operand twice.
-    both = len(results) == 1 and _moves_both(op, operands[0], analysis)
     # A constant of a loop that is in half outside of it has a float32 array too, so ask for the half one.
     takes = tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands)
     picks = op.name == "gather" and _picks(op)
-    action, changed = Move(takes, both, picks=picks), both or Take.HALF in takes or picks
     reason = "it only moves data, so it keeps the dtype of its input"
-    return Decision(op, Category.MOVE, action, results, reason, changed)
+    if len(results) == 1 and _moves_both(op, operands[0], analysis):
+        return Decision(op, Category.MOVE, MoveBoth(takes, picks), results, reason, changed=True)
+    changed = Take.HALF in takes or picks
+    return Decision(op, Category.MOVE, Move(takes, picks=picks), results, reason, changed)
 
 
 def _picks(op: Op) -> bool:
