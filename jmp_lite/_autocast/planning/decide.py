@@ -14,7 +14,7 @@ from .elementwise import decide_elementwise, in_full, in_half, results_of, run_i
 from .op import Op
 from .plan import Decision, Move, MoveBoth, Product, Run, Skip, Take
 from .products import by_first_rule, decide_outer, decide_product, half_params, widens
-from .ruling import OUTER, Ruling, Why
+from .ruling import KEPT_BY_USER, OUTER, Ruling, Why, is_product
 from .states import FLOAT32, HALF_SUM, KEPT, Kind, Source, State, moved
 from .wanted import Wanted
 
@@ -35,6 +35,8 @@ def decide(op: Op, ruling: Ruling, operands: Sequence[State], analysis: Analysis
         return _cast(op, operands[0])
     if ruling.half_sum:
         return _half_sum(op, operands, ruling.half_sum)
+    if is_product(op) and any(state.kind == Kind.KEPT for state in operands):
+        return run_in_float32(op, operands, dataclasses.replace(KEPT_BY_USER, category=ruling.category))
     if ruling.category is Category.ALLOW and not _is_constant_outer(op, operands):
         return decide_product(op, ruling, operands, wanted, analysis)
     if op.name in OUTER:

@@ -53,7 +53,7 @@ class Analysis:
     results: tuple[State, ...] = ()
 
     def kind(self, var: Var) -> Kind:
-        return Kind.LITERAL if read.is_literal(var) else kind_in_demand(self.states[var])
+        return Kind.ADAPTS if read.is_literal(var) else kind_in_demand(self.states[var])
 
     def makes_gradient(self, op: Op) -> bool:
         """Whether an operation makes a result of the backward pass, such as the gradient of a weight."""
