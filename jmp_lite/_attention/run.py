@@ -154,26 +154,11 @@ def _shifted(bias: Array, is_empty: Array, half: np.dtype) -> Array:
     # A key with a weight lies below it by no more than scores differ, so half loses no more of the bias than
     # autocast loses of the scores.
     least = _LEAST[half.name]
+    # With a gradient, the largest one would get the errors of its whole row, whose gradients sum to zero.
     largest = lax.stop_gradient(jnp.maximum(bias.max(-1, keepdims=True), jnp.finfo(jnp.float32).min))
     # Added to all scores of a query, so low a number makes them equal in float32, as in the program.
     rest = jnp.where((largest > _EQUALIZING) | is_empty, 0, jnp.maximum(largest, least / 2))
-    return jnp.maximum(_centered(bias) - largest + rest, least).astype(half)
-
-
-@jax.custom_vjp
-def _centered(bias: Array) -> Array:
-    """Returns the bias. The gradients of each of its rows sum to zero, as those of a softmax do."""
-    return bias
-
-
-def _center(_: None, gradient: Array) -> tuple[Array]:
-    # cuDNN rounds each of them to half. The gradient of a key without a weight is zero, and stays so.
-    is_seen = gradient != 0
-    mean = gradient.sum(-1, keepdims=True) / jnp.maximum(is_seen.sum(-1, keepdims=True), 1)
-    return (gradient - jnp.where(is_seen, mean, 0),)
-
-
-_centered.defvjp(lambda bias: (bias, None), _center)
+    return jnp.maximum(bias - largest + rest, least).astype(half)
 
 
 def _arrange(x: Array, labels: Labels, groups: Sequence[Labels], sizes: Mapping[Any, int]) -> Array:

@@ -27,6 +27,7 @@ from .planning.plan import (
     Float8,
     Inside,
     Move,
+    MoveBoth,
     Plan,
     Product,
     Recompute,
@@ -160,6 +161,8 @@ class Interpreter:
                     return [Value(_run_float8(equation, action, operands))]
                 case Move():
                     return self._move(equation, action, operands)
+                case MoveBoth():
+                    return [self._move_both(equation, action, operands)]
                 case Call():
                     return self._handlers[action.handler](self, equation, action, operands)
         raise AssertionError(f"unknown action {action}")
@@ -183,7 +186,7 @@ class Interpreter:
         narrow = action.narrow or [False] * len(results)
         return [Value(cast(x, self.half) if is_half else x) for x, is_half in zip(results, narrow)]
 
-    def _how_to_bind(self, equation: Equation, action: Run | Move) -> Callable[..., list[Array]]:
+    def _how_to_bind(self, equation: Equation, action: Run | Move | MoveBoth) -> Callable[..., list[Array]]:
         if action.picks:
             return bind_pick
         return bind_repeated if self._counts and self._counts[kind_of(equation)] > 1 else bind
@@ -216,18 +219,9 @@ class Interpreter:
         return product_with_half_gradients(barred, half_product, arrays, halves)
 
     def _move(self, equation: Equation, action: Move, operands: list[Value]) -> list[Value]:
-        """Moves a half value and its path."""
-        # XLA drops the moves whose results nothing reads.
+        """Moves values, and the path of a half value."""
         arrays = self.take_all(operands, action.operands)
         run = self._how_to_bind(equation, action)
-        if action.both:
-            (wide,) = run(equation, [operands[0].to(jnp.float32), *arrays[1:]])
-            (half,) = run(equation, [operands[0].to(self.half), *arrays[1:]])
-            # If the operand is half, the float32 result is the path, on which cotangents are summed. If it is
-            # float32, the half result is a cast of the float32 one, which receives its gradient.
-            if action.operands[0] is Take.HALF:
-                return [Value(reuse(wide, half), path=wide)]
-            return [Value(wide, {self.half: half})]
         results = list(map(Value, run(equation, arrays)))
         # Without a path at an operand, the gradients of the readers meet at the result, and no further back.
         if action.has_paths and any(value.path is not None for value in operands):
@@ -238,6 +232,18 @@ class Interpreter:
             for result, path in zip(results, run(equation, wides)):
                 self._attach_path(result, path)
         return results
+
+    def _move_both(self, equation: Equation, action: MoveBoth, operands: list[Value]) -> Value:
+        arrays = self.take_all(operands, action.operands)
+        run = self._how_to_bind(equation, action)
+        # XLA drops a move whose result nothing reads.
+        (wide,) = run(equation, [operands[0].to(jnp.float32), *arrays[1:]])
+        (half,) = run(equation, [operands[0].to(self.half), *arrays[1:]])
+        # If the operand is half, the float32 result is the path, on which cotangents are summed. If it is
+        # float32, the half result is a cast of the float32 one, which receives its gradient.
+        if action.operands[0] is Take.HALF:
+            return Value(reuse(wide, half), path=wide)
+        return Value(wide, {self.half: half})
 
     def _attach_path(self, value: Value, path: Array) -> None:
         """Attaches a path: float32 readers of this half value send their gradients there."""

@@ -36,7 +36,7 @@ from .planning.plan import Call, Decision, Inside, Plan, Run, Take, conversion
 from .planning.rules import Rules, first_match
 from .planning.ruling import Ruling, RulingWalk, kind_in_demand
 from .planning.scopes import Scopes
-from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, Source, State, entering, fits, leaving, merged
+from .planning.states import FLOAT32, HALF_SUM, OTHER, Kind, Source, State, entering, leaving, merged
 from .planning.wanted import Wanted
 
 # None of them changes the dtype in which an operation of the plan multiplies.
@@ -78,10 +78,10 @@ class Planner:
         return State(Kind.ARGUMENT, source=source)
 
     def constant(self, value: Array) -> State:
-        """Returns the state of a constant: a literal if its value is known, else as an argument."""
+        """Returns the state of a constant: a number if its value is known, else as an argument."""
         number = _number(value) if getattr(value, "dtype", None) == jnp.float32 else None
         if number is not None:
-            return State(Kind.LITERAL, number, fits(number, self.rules.dtype), constant=True)
+            return State(Kind.ADAPTS, number, constant=True)
         return self.argument(value, path="")
 
     def literal(self, var: Var) -> State:
@@ -138,7 +138,9 @@ class Planner:
 
     def _half_sums(self, context: Context, analysis: Analysis, known: Mapping[Var, State]) -> HalfSums:
         def may_be_half(var: Var) -> bool:
-            return not is_literal(var) and kind_in_demand(known[var]) == Kind.ADAPTS
+            if is_literal(var) or known[var].constant:
+                return False
+            return kind_in_demand(known[var]) == Kind.ADAPTS
 
         return HalfSums(self.rules, self.scopes, context, analysis.streams, may_be_half)
 
@@ -219,7 +221,7 @@ def _inside(
     # constant is cast once, outside the loop.
     def enter(index: int, role: Role, state: State, is_wanted: bool) -> Take:
         # The gradients of all iterations are summed in float32, if the constant is in half outside too.
-        is_cast = state.is_half or (is_wanted and state.kind not in (Kind.OTHER, Kind.LITERAL))
+        is_cast = state.is_half or (is_wanted and state.kind != Kind.OTHER and state.number is None)
         return Take.HOISTED if role is Role.CONSTANT and is_cast else conversion(operands[index], state)
 
     def leave(state: State, index: int | None) -> Take:

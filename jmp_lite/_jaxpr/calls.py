@@ -130,9 +130,7 @@ def remat_from_half(
         results = forward(*primals)[0]
         moving = tuple(index for index, x in enumerate(tangents) if not isinstance(x, SymbolicZero))
         moves = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in results)  # Integers have no tangents.
-        # By default XLA would leave out a cast down and up again, and keep the operand itself:
-        # https://github.com/jax-ml/jax/issues/6283, https://github.com/openxla/xla/issues/41605.
-        copies = [lax.optimization_barrier(cast(x, half)) if i in kept else x for i, x in enumerate(primals)]
+        copies = [cast(x, half) if index in kept else x for index, x in enumerate(primals)]
         changes = iter(recomputation(moving, moves)(copies, [tangents[index] for index in moving]))
 
         def zero(x):

@@ -187,7 +187,7 @@ def _rounding_updates(
     # The index of a leaf is a part of its random bits: leaves of one shape would be rounded alike.
     leaves, structure = jax.tree.flatten(params)
     updates = structure.flatten_up_to(changes)
-    for index, (param, new_param) in enumerate(zip(leaves, structure.flatten_up_to(new), strict=True)):
+    for index, (param, new_param) in enumerate(zip(leaves, structure.flatten_up_to(new))):
         if is_half(param):
             # From inf no update leads back to a number.
             new_param = rounding.within(new_param, param.dtype)

@@ -42,9 +42,8 @@ def leaves_finite(tree: Any) -> jax.Array:
     flags = jnp.concatenate([*flags, jnp.ones(len(others), jnp.bool_)])
     if (order := order + others) != sorted(order):
         flags = flags[np.argsort(order)]
-    # Callers read the flags and `flags.all()`. Without the barrier XLA fuses the reductions into each of
-    # these readers, and reads the gradients twice:
-    # https://docs.jax.dev/en/latest/_autosummary/jax.lax.optimization_barrier.html.
+    # Callers read the flags and `flags.all()`. Without the barrier XLA separates the reductions of leaves of
+    # one shape again: six leaves then cost nine kernels in place of four.
     return lax.optimization_barrier(flags)
 
 

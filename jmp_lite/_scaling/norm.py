@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._tree import is_floating
 
@@ -19,9 +18,7 @@ def squared_norms(tree: Any) -> jax.Array:
         return jnp.real(leaf * jnp.conj(leaf)).sum() if is_floating(leaf) else jnp.float32(0)
 
     sums = list(map(square, jax.tree.leaves(tree)))
-    # The flags, the norm and the clip read the sums. Without the barrier XLA computes the reductions in each
-    # of these readers, and reads the gradients again for each.
-    return lax.optimization_barrier(jnp.stack(sums) if sums else jnp.zeros(0))
+    return jnp.stack(sums) if sums else jnp.zeros(0)
 
 
 def clip(tree: Any, norm: jax.Array, max_norm: float) -> Any:

@@ -28,7 +28,7 @@ class LeafNames:
         # model the names of another. No names equal any names, so that equality is not transitive, on
         # purpose: `optax.tree_map_params` compares with the state of a placeholder, which has no names
         # (https://github.com/google-deepmind/optax/blob/v0.2.8/optax/tree_utils/_state_utils.py#L144).
-        return self.paths is other.paths or self.paths == other.paths or not (self.paths and other.paths)
+        return self.paths == other.paths or not (self.paths and other.paths)
 
     def __hash__(self) -> int:
         # Every call of a jitted step hashes the structure. The hash of a tuple would read all names.

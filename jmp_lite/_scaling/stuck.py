@@ -106,10 +106,10 @@ def _check_gradients(
     prefix = _prefix(member, batch)
     if steps - skipped >= least_steps and _moments_are_zero(state.inner_state, member):
         raise FloatingPointError(
-            f"{prefix}The gradients of all {steps - skipped} steps were zero. In float16 they underflow if the loss "
-            f"is not scaled: {LINE} scales it, and jax.value_and_grad does not. Otherwise the loss does not "
-            "depend on the parameters: look for stop_gradient, argmax, a cast to integers, or a wrong "
-            "argnums."
+            f"{prefix}The gradients of all {steps - skipped} steps were zero. In float16 they underflow if "
+            f"the loss is not scaled: {LINE} scales it, and jax.value_and_grad does not. Otherwise the loss "
+            "does not depend on the parameters: look for stop_gradient, argmax, a cast to integers, or a "
+            "wrong argnums."
         )
     if not isinstance(state.loss_scale, DynamicLossScale) or skipped:
         return

@@ -73,6 +73,11 @@ def plain(q, k, v):
     return mix(jax.nn.softmax(scores_of(q, k)), v)
 
 
+@_case("an axis of size 1 in between", "none")
+def with_new_axis(q, k, v):
+    return mix(jax.nn.softmax(scores_of(q, k)[:, None])[:, 0], v)
+
+
 _case("the queries are scaled", "none")(lambda q, k, v: plain(q * SCALE, k, v))
 _case("numbers from outside", "none")(lambda q, k, v: mix(jax.nn.softmax(scores_of(q, k) / np.sqrt(8.0)), v))
 

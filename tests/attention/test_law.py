@@ -221,7 +221,7 @@ def test_a_lowest_number_that_is_added_beside_one_that_replaces_is_left_with_a_r
 
 @pytest.mark.slow
 def test_the_gradient_of_a_bias_that_heads_share():
-    """The gradients of a row sum to zero. Their errors are spread, and not left to its largest number."""
+    """The gradients of a row sum to zero. Their errors are not left to its largest number."""
     drawn, seeds = Drawn("bhtgs", "different", (Bias("keys", "b", 0.1, is_known=False),), 0.1), 4
     fused = jmp.fuse_attention(drawn.attend, implementation="xla")
     bias = jnp.asarray(drawn.array(drawn.steps[0]))

@@ -100,6 +100,17 @@ def test_keep_float32_holds_for_a_table_of_constants(keep, dtype):
     assert set(products(jax.grad(lambda x: jnp.sum(fun(x))), X)) == {("bfloat16", "bfloat16")}
 
 
+@pytest.mark.parametrize("summed", [1, 8])
+def test_keep_float32_keeps_the_gradients_of_a_product_with_and_without_a_sum(summed):
+    def loss(x, w):
+        return jnp.sum(jnp.tanh(jmp.keep_float32(x[:, :summed]) @ w[:summed]) @ w)
+
+    found = products(jax.grad(jmp.autocast(loss), (0, 1)), X, W)
+    # The kept product, which counts here if it sums, its two gradients, and the other three products.
+    kept = 2 if summed == 1 else 3
+    assert sorted(found) == [("bfloat16", "bfloat16")] * 3 + [("float32", "float32")] * kept
+
+
 def test_keep_float32_outside_autocast_is_the_identity():
     np.testing.assert_array_equal(jmp.keep_float32(X), X)
     assert jmp.keep_float32(X.astype(jnp.float16)).dtype == jnp.float16

@@ -5,12 +5,20 @@
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import pytest
 
+from jmp_lite._autocast import planner
 from jmp_lite._autocast.planning import decide, demand, dependence, elementwise, op, products, regions, wanted
+from jmp_lite._jaxpr.primitives import Category
 from tests.autocast import (
+    test_activations,
     test_casts,
+    test_keeping_out,
     test_loops,
+    test_one_result,
+    test_precision,
+    test_programs,
     test_reduce_dtype,
     test_rules,
     test_shardings,
@@ -39,8 +47,16 @@ def only_exact(operation, operands, want, analysis):
     return products._EXACT if want is wanted.Wanted.EXACT else ""
 
 
+def outer_as_elementwise(operation, operands, want, rules):
+    return decide.decide_elementwise(operation, operands, want, rules.dtype)
+
+
 def no(*_, **__):
     return False
+
+
+def yes(*_, **__):
+    return True
 
 
 PRICES = {
@@ -71,6 +87,28 @@ PRICES = {
         test_picks.test_the_gradient_of_a_lookup_is_that_of_jax_and_needs_no_scatter,
         ("the last axis", test_picks.LABELS, "grad(autocast)"),
     ),
+    "gradients of outer products": Price(
+        *(decide, "decide_outer", outer_as_elementwise),
+        *(
+            test_one_result.test_the_products_near_outer_products_are_the_same_in_both_orders,
+            ("two vectors",),
+        ),
+    ),
+    "keep_float32 holds for outer products": Price(
+        *(decide, "is_product", lambda operation: operation.category is Category.ALLOW),
+        *(
+            test_keeping_out.test_keep_float32_keeps_the_gradients_of_a_product_with_and_without_a_sum,
+            (1,),
+        ),
+    ),
+    "a sum upon a sum stays float32": Price(
+        *(wanted.Demand, "note_sum", no),
+        *(test_activations.test_a_sum_upon_a_sum_stays_in_float32, ("float16",)),
+    ),
+    "an overflow leaves a linear solver": Price(
+        *(planner, "_solves", no),
+        test_programs.test_an_inf_that_was_summed_in_float32_reaches_the_check_through_a_solver,
+    ),
     "moves in both dtypes": Price(
         *(decide, "_moves_both", no),
         *(
@@ -86,6 +124,11 @@ PRICES = {
     "constants and squares that half rounds badly": Price(
         *(elementwise, "_why_stored", may_be_rounded_alone),
         *(test_found.test_a_factor_that_half_rounds_badly_is_not_rounded, ("float16",)),
+    ),
+    "numbers that half does not hold": Price(
+        *(elementwise, "fits", yes),
+        test_precision.test_a_literal_that_float16_cannot_hold_keeps_its_operation_in_float32,
+        (-1e9, lambda y, number: jnp.where(y > 0, y, number)),
     ),
     "a scalar argument is not rounded": Price(
         *(elementwise, "may_be_rounded", lambda *_: True),

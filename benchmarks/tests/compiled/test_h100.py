@@ -110,6 +110,11 @@ def test_the_check_reshards_no_leaf_of_another_sharding():
     assert sum(each.size * each.times for each in program.collectives) <= 8 * 1024
 
 
+def test_leaves_of_one_shape_are_not_checked_one_by_one():
+    leaves = [jax.ShapeDtypeStruct((4096, 1024), jnp.float32)] * 6
+    assert read_program(compile_for("h100", jmp.all_finite, leaves)).kernels < len(leaves)
+
+
 def test_with_clip_norm_the_check_reads_no_gradient():
     """The norm is the check. The other kernels are the scale, the counts, the norm and the flags."""
     plain, ours = (

@@ -12,9 +12,9 @@ from ..._jaxpr.read import Var, is_float32
 from .demand import Analysis
 from .elementwise import decide_elementwise, in_full, in_half, results_of, run_in_float32, store_half
 from .op import Op
-from .plan import Decision, Move, Product, Run, Skip, Take
+from .plan import Decision, Move, MoveBoth, Product, Run, Skip, Take
 from .products import by_first_rule, decide_outer, decide_product, half_params, widens
-from .ruling import OUTER, Ruling, Why
+from .ruling import KEPT_BY_USER, OUTER, Ruling, Why, is_product
 from .states import FLOAT32, HALF_SUM, KEPT, Kind, Source, State, moved
 from .wanted import Wanted
 
@@ -35,6 +35,8 @@ def decide(op: Op, ruling: Ruling, operands: Sequence[State], analysis: Analysis
         return _cast(op, operands[0])
     if ruling.half_sum:
         return _half_sum(op, operands, ruling.half_sum)
+    if is_product(op) and any(state.kind == Kind.KEPT for state in operands):
+        return run_in_float32(op, operands, dataclasses.replace(KEPT_BY_USER, category=ruling.category))
     if ruling.category is Category.ALLOW and not _is_constant_outer(op, operands):
         return decide_product(op, ruling, operands, wanted, analysis)
     if op.name in OUTER:
@@ -51,41 +53,41 @@ def _is_constant_outer(op: Op, operands: Sequence[State]) -> bool:
 
 def _kept(op: Op, operands: Sequence[State], ruling: Ruling, analysis: Analysis) -> Decision:
     """Decides about an operation whose ruling has a reason: it runs as in the program, or in float32."""
-    # An `exp` or a power at the end of a region: the region gives half (`passes.recompute`).
-    is_constant = all(state.constant for state in operands)
-    ends_region = not analysis.regions.keys().isdisjoint(op.equation.outvars)
-    if ruling.category is Category.DENY and ends_region and not is_constant:
+    kept, half = run_in_float32(op, operands, ruling), analysis.rules.dtype
+    if _ends_region(op, operands, ruling, analysis):  # The region gives half (`passes.recompute`).
         return dataclasses.replace(store_half(op, operands, ruling.reason), category=Category.DENY)
-    decision = run_in_float32(op, operands, ruling)
     # In `autocast(grad(f))`, the gradient of a lookup of labels (`_jaxpr/picks.py`).
     if op.name == "scatter-add" and _picks(op):
         action = dataclasses.replace(in_full(operands), picks=True)
-        return dataclasses.replace(decision, action=action, changed=True)
+        return dataclasses.replace(kept, action=action, changed=True)
     if ruling.why is Why.KEEP_FLOAT32:
-        return dataclasses.replace(decision, results=results_of(op, operands, KEPT))
-    # A product in float32 whose gradients are products of half operands.
-    half = analysis.rules.dtype
-    takes = _takes_of_kept_product(op, operands, ruling, half)
-    if takes is None:
-        return decision
-    return dataclasses.replace(
-        decision, action=Product(takes, (half, half), half_params(op, half)), changed=True
-    )
+        return dataclasses.replace(kept, results=results_of(op, operands, KEPT))
+    if takes := _takes_beside_half_gradients(op, operands, ruling, half):
+        action = Product(takes, (half, half), half_params(op, half))
+        return dataclasses.replace(kept, action=action, changed=True)
+    return kept
 
 
-def _takes_of_kept_product(
+def _ends_region(op: Op, operands: Sequence[State], ruling: Ruling, analysis: Analysis) -> bool:
+    """Whether an operation of the deny list, such as an `exp` or a power, makes the result of a region."""
+    ends_region = not analysis.regions.keys().isdisjoint(op.equation.outvars)
+    is_constant = all(state.constant for state in operands)
+    return ruling.category is Category.DENY and ends_region and not is_constant
+
+
+def _takes_beside_half_gradients(
     op: Op, operands: Sequence[State], ruling: Ruling, half: np.dtype
-) -> tuple[Take, ...] | None:
-    """Returns how a product takes its operands if it is kept and the products of its gradients are not."""
+) -> tuple[Take, ...]:
+    """Returns how a kept product takes its operands if the products of its gradients take half; else `()`."""
     if op.traits.category is not Category.ALLOW:
-        return None
+        return ()
     if ruling.why is Why.LOOP and len(operands) == 2:  # Its gradients decide nothing.
         return in_full(operands).operands
     # Otherwise JAX would multiply a float32 cotangent by half operands, which Tensor Cores cannot do:
     # https://github.com/jax-ml/jax/issues/10818. What the user takes off the allow list, or puts into a scope
     # that stays as traced, has the gradients of the program.
     is_allowed = ruling.category is Category.ALLOW
-    return (Take.AS_IS,) * len(operands) if is_allowed and widens(op, half) else None
+    return (Take.AS_IS,) * len(operands) if is_allowed and widens(op, half) else ()
 
 
 def _half_sum(op: Op, operands: Sequence[State], pattern: str) -> Decision:
@@ -108,14 +110,14 @@ def _move(op: Op, operands: Sequence[State], wanted: Wanted, analysis: Analysis)
     if _looks_up_half(op, operands[0], wanted):
         operands = [dataclasses.replace(operands[0], kind=Kind.HALF), *operands[1:]]
     results = tuple(moved(op, operands[op.moved_operand(n)], out) for n, out in enumerate(outvars))
-    # One result alone: `Move.both` moves the first operand twice.
-    both = len(results) == 1 and _moves_both(op, operands[0], analysis)
     # A constant of a loop that is in half outside of it has a float32 array too, so ask for the half one.
     takes = tuple(Take.HALF if state.is_half else Take.AS_IS for state in operands)
     picks = op.name == "gather" and _picks(op)
-    action, changed = Move(takes, both, picks=picks), both or Take.HALF in takes or picks
     reason = "it only moves data, so it keeps the dtype of its input"
-    return Decision(op, Category.MOVE, action, results, reason, changed)
+    if len(results) == 1 and _moves_both(op, operands[0], analysis):
+        return Decision(op, Category.MOVE, MoveBoth(takes, picks), results, reason, changed=True)
+    changed = Take.HALF in takes or picks
+    return Decision(op, Category.MOVE, Move(takes, picks=picks), results, reason, changed)
 
 
 def _picks(op: Op) -> bool:

@@ -6,14 +6,14 @@ that pass it on. No operation reads the value in float32, since that operation w
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from ..._jaxpr import read, scopes
 from ..._jaxpr.inner import Inner, Role
 from ..._jaxpr.primitives import Category
 from ..._jaxpr.read import Jaxpr, Var
-from .dependence import Intermediate, LoopDecisions, Streams, Tangents
+from .dependence import Dependence, Intermediate, LoopDecisions, Streams, Tangents
 from .op import Context, Held, Op, Readers, ReadJaxprs
 from .operands import note_use, reads_in_float32, wants
 from .regions import Regions
@@ -53,7 +53,7 @@ class Analysis:
     results: tuple[State, ...] = ()
 
     def kind(self, var: Var) -> Kind:
-        return Kind.LITERAL if read.is_literal(var) else kind_in_demand(self.states[var])
+        return Kind.ADAPTS if read.is_literal(var) else kind_in_demand(self.states[var])
 
     def makes_gradient(self, op: Op) -> bool:
         """Whether an operation makes a result of the backward pass, such as the gradient of a weight."""
@@ -131,35 +131,41 @@ class DemandWalk:
         return self._analyses[key]
 
     def context(self, op: Op, inner: Inner, analysis: Analysis) -> Context:
-        around = analysis.context
+        """Returns what one of the jaxprs of a call needs to know of the program around it."""
+        around, index = analysis.context, op.inner.index(inner)
         scope = scopes.call_scope(around.scope_of(op), op.equation)
         scope = self._scopes.cache_key(f"{scope}/{inner.scope}" if inner.scope else scope)
-        # Flags for the results of the call become flags for the outputs of its jaxprs.
-        backward, index = around.is_backward(op), op.inner.index(inner)
 
-        def flags(found):
-            return [var in found for var in op.equation.outvars]
+        def outputs(question: Dependence, found: Set[Var]) -> tuple[bool, ...]:
+            results = [var in found for var in op.equation.outvars]
+            return question.outputs(op, results, around.is_backward(op))[index]
 
-        intermediate = streams = decides = ()
-        if self._tells_gradients(analysis.inside):
-            intermediate = self._intermediate.outputs(op, flags(analysis.intermediate), backward)[index]
-        if self._rules.half_sums:
-            streams = self._streams.outputs(op, flags(analysis.streams), backward)[index]
-        known = self._decisions.loops.held(analysis.inside, around.held)
-        held = self._decisions.loops.inside(op, known, flags(analysis.decisive))[index]
-        if analysis.decisive or Held.CARRY in held:
-            decides = self._decisions.outputs(op, flags(analysis.decisive), backward, known)[index]
-        # Flags that say nothing are left out, so that equal layers in other places share an analysis.
+        tells_gradients = self._tells_gradients(analysis.inside)
+        decides, held = self._of_loops(op, index, analysis)
         return Context(
             scope,
-            backward,
-            intermediate,
-            streams,
-            decides=decides if any(decides) else (),
-            held=held if Held.CARRY in held or any(decides) else (),
-            tangents=self._tangents.inputs(op, analysis.tangents)[index] if analysis.tangents else (),
+            around.is_backward(op),
+            outputs(self._intermediate, analysis.intermediate) if tells_gradients else (),
+            outputs(self._streams, analysis.streams) if self._rules.half_sums else (),
+            decides,
+            held,
+            self._tangents.inputs(op, analysis.tangents)[index] if analysis.tangents else (),
             of_gradient=around.of_gradient or scopes.is_of_gradient(op.equation),
         )
+
+    def _of_loops(
+        self, op: Op, index: int, analysis: Analysis
+    ) -> tuple[tuple[bool, ...], tuple[Held | None, ...]]:
+        """Returns which outputs of a jaxpr decide a loop around it, and what its inputs hold of that loop."""
+        around, results = analysis.context, [var in analysis.decisive for var in op.equation.outvars]
+        known = self._decisions.loops.held(analysis.inside, around.held)
+        held = self._decisions.loops.inside(op, known, results)[index]
+        decides: tuple[bool, ...] = ()
+        if analysis.decisive or Held.CARRY in held:
+            decides = self._decisions.outputs(op, results, around.is_backward(op), known)[index]
+        # Flags that say nothing are left out, so that equal layers in other places share an analysis.
+        says_something = Held.CARRY in held or any(decides)
+        return decides if any(decides) else (), held if says_something else ()
 
     def _tells_gradients(self, inside: Jaxpr) -> bool:
         """Whether decisions depend on which products make the gradients of weights."""

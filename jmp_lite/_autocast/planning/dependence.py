@@ -86,20 +86,20 @@ class Dependence(abc.ABC):
         """
         # The carry of a loop is flagged too if the next iteration computes something flagged from it. Flags
         # are only added, so this ends.
-        known = {index for index, is_found in enumerate(results) if is_found}
-        inputs = self.loops.inside(op, held, results)
+        flagged = {index for index, is_flagged in enumerate(results) if is_flagged}
+        held_inside = self.loops.inside(op, held, results)
         while True:
-            outputs = [self._outputs(op, inner, known) for inner in op.inner]
+            outputs = [self._outputs(op, inner, flagged) for inner in op.inner]
             # Carry number n is result n of the body, and its input n + constants.
-            found = {
+            carries = {
                 number - inner.constants
-                for inner, flags, each in zip(op.inner, outputs, inputs)
-                for number in self._inputs(inner, flags, backward, each)
+                for inner, flags, held_by_inputs in zip(op.inner, outputs, held_inside)
+                for number in self._inputs(inner, flags, backward, held_by_inputs)
                 if inner.roles[number] is Role.CARRY
             }
-            if found <= known:
+            if carries <= flagged:
                 return outputs
-            known |= found
+            flagged |= carries
 
     def _operands(
         self, op: Op, results: Sequence[bool], backward: bool, held: Mapping[Var, Held | None]

@@ -11,7 +11,7 @@ from ..._jaxpr.read import Var, is_float32
 from .op import Op
 from .plan import Decision, Run, Take, conversion
 from .ruling import Ruling
-from .states import FLOAT32, HALF, OTHER, WIDE, Kind, State, kind_for, may_be_rounded, rounding_error
+from .states import FLOAT32, HALF, OTHER, WIDE, Kind, State, fits, kind_for, may_be_rounded, rounding_error
 from .wanted import Wanted
 
 
@@ -45,7 +45,7 @@ def _why_float32(op: Op, operands: Sequence[State], kinds: Set[Kind], wanted: Wa
     """Returns why an operation with a half operand runs in float32; empty if its result may be in half."""
     if Kind.ARGUMENT in kinds or not kinds.isdisjoint(WIDE):
         return "an input is in float32, the widest dtype"
-    if unfit := [state.number for state in operands if not state.fits]:
+    if unfit := [number for number in _numbers(operands) if not fits(number, half)]:
         return f"{half.name} does not hold the constant {unfit[0]:g}"
     if wanted <= Wanted.NO and any(map(is_float32, op.equation.outvars)):
         return "float32 operations read its result"
@@ -54,7 +54,7 @@ def _why_float32(op: Op, operands: Sequence[State], kinds: Set[Kind], wanted: Wa
 
 def _why_stored(op: Op, operands: Sequence[State], half: np.dtype) -> str:
     """Returns why an operation computes in float32 what it stores in half; empty if it computes in half."""
-    rounded = [state.number for state in operands if op.traits.scales and _is_rounded(state, half)]
+    rounded = [number for number in _numbers(operands) if op.traits.scales and _is_rounded(number, half)]
     if rounded:
         return f"{half.name} rounds the constant {rounded[0]:g}"
     # The derivative of `x / y` has `y**-2`:
@@ -66,12 +66,16 @@ def _why_stored(op: Op, operands: Sequence[State], half: np.dtype) -> str:
     return "one input is half; another was computed in float32 and adapts, so the result is stored in half"
 
 
-def _is_rounded(state: State, half: np.dtype) -> bool:
-    """Whether `half` rounds the number of a literal by more than a quarter of the largest rounding error."""
+def _numbers(operands: Sequence[State]) -> list[float]:
+    return [state.number for state in operands if state.number is not None]
+
+
+def _is_rounded(number: float, half: np.dtype) -> bool:
+    """Whether `half` rounds a number by more than a quarter of the largest rounding error."""
     # A rounded factor is off by the same share everywhere, while the errors of other roundings cancel out. In
     # float16 the 0.7 of a dropout doubles the error of the gradient.
     # The largest error of a rounding is eps / 2.
-    return state.number is not None and rounding_error(state.number, half) > float(jnp.finfo(half).eps) / 8
+    return rounding_error(number, half) > float(jnp.finfo(half).eps) / 8
 
 
 def run_in_float32(op: Op, operands: Sequence[State], ruling: Ruling) -> Decision:

@@ -77,12 +77,18 @@ class Move:
     """Moves data. Each operand keeps its dtype."""
 
     operands: tuple[Take, ...]  # How it takes each operand.
-    # Whether to move the first operand twice, in float32 and in half. Its gradients then stay float32, so
-    # those of a copy are summed in float32. The half operand is cast before the move, so a gather across
-    # devices sends half the bytes.
-    both: bool = False
     has_paths: bool = False  # Whether float32 operations read one of its half results (`pairs`).
     picks: bool = False  # Whether it is a lookup of one element of each row (`_jaxpr/picks.py`).
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveBoth:
+    """Moves the first operand twice, in float32 and in half, and gives one result in both dtypes."""
+
+    # The gradients of the operand stay float32, so those of a copy are summed in float32. The half operand is
+    # cast before the move, so a gather across devices sends half the bytes.
+    operands: tuple[Take, ...]  # How it takes each operand; the first is `HALF` if the value is half already.
+    picks: bool = False  # As for `Move`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +154,7 @@ class Call:
     kept: tuple[int, ...] = ()
 
 
-Action = Run | Product | WeightGradient | Float8 | Move | Recompute | Skip | Call
+Action = Run | Product | WeightGradient | Float8 | Move | MoveBoth | Recompute | Skip | Call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -170,9 +176,7 @@ class Decision:
         """How the operation itself takes each operand. Empty if it has no dtypes of its own, as a call."""
         if isinstance(self.action, Float8):
             return Take.HALF, Take.HALF
-        if isinstance(self.action, (Run, Product, WeightGradient, Move)):
-            return self.action.operands
-        return ()
+        return () if isinstance(self.action, (Recompute, Skip, Call)) else self.action.operands
 
     @property
     def takes_half(self) -> bool:

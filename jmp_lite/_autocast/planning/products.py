@@ -13,7 +13,7 @@ from .elementwise import decide_elementwise, halves, in_full, in_half, results_o
 from .op import Op
 from .plan import Decision, Float8, Product, Run, WeightGradient
 from .rules import Rules
-from .ruling import KEPT_BY_USER, Ruling, Why, is_product
+from .ruling import Ruling, Why, is_product
 from .scopes import by_rule
 from .states import FLOAT32, Kind, State
 from .wanted import Wanted
@@ -46,13 +46,11 @@ def _first_rule(ruling: Ruling, operands: Sequence[State], rules: Rules) -> tupl
 def decide_product(
     op: Op, ruling: Ruling, operands: Sequence[State], wanted: Wanted, analysis: Analysis
 ) -> Decision:
-    """Decides about a product: half operands, unless one of them is kept in float32.
+    """Decides about a product none of whose operands is kept in float32.
 
     Raises:
         ValueError: `float32_results` selects an operation that cannot give float32 from half operands.
     """
-    if any(state.kind == Kind.KEPT for state in operands):
-        return run_in_float32(op, operands, dataclasses.replace(KEPT_BY_USER, category=Category.ALLOW))
     if reason := _why_float32(op, operands, wanted, analysis):
         return run_in_float32(op, operands, Ruling(Category.ALLOW, reason))
     # From here on it takes half operands. Options say which dtype it gives, and whether it is in fp8.
@@ -151,8 +149,6 @@ def decide_outer(op: Op, operands: Sequence[State], wanted: Wanted, rules: Rules
     """Decides about a product without a sum, which runs as an element-wise operation does."""
     # In a backward pass it is on the allow list, and `decide_product` decides.
     half = rules.dtype
-    if any(state.kind == Kind.KEPT for state in operands):
-        return run_in_float32(op, operands, dataclasses.replace(KEPT_BY_USER, category=Category.INFER))
     decision = decide_elementwise(op, operands, wanted, half)
     if decision.takes_half:
         action = Run(in_half(op, operands), half_params(op, half))

@@ -118,8 +118,6 @@ class RulingWalk:
 
 def kind_in_demand(state: State) -> Kind:
     """Returns the kind of a value for the demand: `ADAPTS` for one that may be in half."""
-    if state.constant and state.kind not in (Kind.BINARY, Kind.BY_RULE, Kind.KEPT):
-        return Kind.LITERAL
     return Kind.ADAPTS if state.kind in (Kind.OTHER, Kind.HALF) else state.kind
 
 

@@ -59,20 +59,20 @@ def find_softmaxes(ops: Sequence[Op], readers: Readers) -> dict[Var, Region]:
     """Returns the softmaxes over the last axis among the operations `ops` of a jaxpr, by their results."""
     # JAX would keep the sum of each row for the backward pass, and XLA would run one more kernel, which reads
     # all scores to write these sums. Without it, a GPT-2's softmaxes move a sixth fewer bytes on an H100.
-    # The operations with one result. Others are never a part of a softmax.
+    # An operation with several results is never a part of a softmax.
     made_by = {op.equation.outvars[0]: n for n, op in enumerate(ops) if len(op.equation.outvars) == 1}
     found: dict[Var, Region] = {}
-    after: set[Var] = set()  # The row sums, and the variables that are computed from them.
+    of_sums: set[Var] = set()  # The row sums, and the variables that are computed from them.
     for out, index in made_by.items():
         op = ops[index]
         if _starts(op, ops, made_by):
-            after.add(out)
-        elif after and not after.isdisjoint(op.variables) and _is_part(op):
-            after.add(out)
-            # If an element-wise operation reads the result, that operation may end the softmax, and not this.
+            of_sums.add(out)
+        elif not of_sums.isdisjoint(op.variables) and _is_part(op):
+            of_sums.add(out)
+            # If an element-wise operation reads the result, that one may end the softmax instead.
             if not any(map(_is_elementwise_part, (ops[reader] for reader in readers.operations[out]))):
-                softmax = _softmax(out, ops, made_by, after)
-                if _is_whole(softmax, index, ops, readers, after):
+                softmax = _softmax(out, ops, made_by, of_sums)
+                if _is_whole(softmax, index, ops, readers, of_sums):
                     found[out] = softmax
     return found
 

@@ -14,14 +14,13 @@ class Kind(enum.IntEnum):
     """The kind of a value. Among several operands the largest kind decides."""
 
     OTHER = 0  # Not float32: integers, keys, float64, half values of the user's own. Never changed.
-    LITERAL = 1  # A known number. The number decides whether half can hold it.
-    BINARY = 2  # Holds only 0 and 1, such as one-hot labels. Takes the dtype of the other operands.
-    ADAPTS = 3  # Takes the dtype of the other operands: a broadcast bias or mask, a looked-up embedding.
-    ARGUMENT = 4  # Computed from arguments alone. It stays float32 until it is broadcast or looked up.
-    FLOAT32 = 5  # Computed in float32, because an operation or the user demands it.
-    BY_RULE = 6  # An argument, at most moved, whose products a rule of the user keeps in float32.
-    KEPT = 7  # A value of `keep_float32`, at most moved. Its products stay in float32.
-    HALF = 8  # Computed in half.
+    BINARY = 1  # Holds only 0 and 1, such as one-hot labels. Takes the dtype of the other operands.
+    ADAPTS = 2  # Takes the dtype of the other operands: a number, a broadcast bias, a looked-up embedding.
+    ARGUMENT = 3  # Computed from arguments alone. It stays float32 until it is broadcast or looked up.
+    FLOAT32 = 4  # Computed in float32, because an operation or the user demands it.
+    BY_RULE = 5  # An argument, at most moved, whose products a rule of the user keeps in float32.
+    KEPT = 6  # A value of `keep_float32`, at most moved. Its products stay in float32.
+    HALF = 7  # Computed in half.
 
 
 WIDE = (Kind.FLOAT32, Kind.BY_RULE, Kind.KEPT)
@@ -43,8 +42,7 @@ class State:
     """What autocast knows of one value."""
 
     kind: Kind  # See `Kind`.
-    number: float | None = None  # The value of a literal.
-    fits: bool = True  # Whether half can hold the value of the literal.
+    number: float | None = None  # The number, at most moved, if it is known.
     constant: bool = False  # The value is computed from literals alone.
     source: Source | None = None  # The argument that the value is; numbers 0 and 1 of booleans have one too.
     half_sum: bool = False  # The value is a residual sum that `half_sums` selects, at most moved.
@@ -84,8 +82,8 @@ def kind_for(op: Op, var: Var, kind: Kind) -> Kind:
 
 
 def may_be_rounded(op: Op, var: Var, state: State) -> bool:
-    """Whether an operation may take an operand in half: half, a literal, or a parameter that it adds."""
-    if kind_for(op, var, state.kind) not in (Kind.BINARY, Kind.ADAPTS):
+    """Whether an operation may take an operand in half: half, a number, or a parameter that it adds."""
+    if state.number is not None or kind_for(op, var, state.kind) not in (Kind.BINARY, Kind.ADAPTS):
         return True
     # A factor may leave the range of half where the product does not. A scalar argument is not rounded
     # either: all elements would be off by the same amount, while the roundings of an array cancel out.

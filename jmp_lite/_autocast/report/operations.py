@@ -286,7 +286,7 @@ def _why(decision: Decision, reason: str, scope: str) -> tuple[str, str]:
 
 
 def _state(var: Var, states: Mapping[Var, State]) -> State:
-    return State(Kind.LITERAL) if read.is_literal(var) else states[var]
+    return State(Kind.ADAPTS) if read.is_literal(var) else states[var]
 
 
 def _typed(var: Var, as_half: bool, half: np.dtype) -> jax.ShapeDtypeStruct:

@@ -219,7 +219,8 @@ def _near(numbers: Iterable[int], count: int) -> list[int]:
 def _line(number: str, code: str, operations: Operations, marks: Sequence[str], total: int) -> str:
     """Returns a line of source with its dtypes; below it its marks and, folded, its operations."""
     chips = [_chip([each for each in operations if each.backward == backward]) for backward in (False, True)]
-    share = f"{_flops(operations) / total:.1%}" if _flops(operations) >= total / 2000 else ""
+    share = f"{_flops(operations) / total:.1%}"
+    share = "" if share == "0.0%" else share
     line = f"<span class=no>{number}</span>{''.join(chips)}<span class='soft share'>{share}</span>"
     line += f"<span>{escape(code)}{_asked(operations)}</span>"
     below = "".join(f"<div class=mark>{escape(shortened(mark))}</div>" for mark in marks)

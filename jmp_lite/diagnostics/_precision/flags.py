@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from ..._autocast import Interpreter, Value, make_plan, run
-from ..._autocast.report import AutocastOperation, has_floating
+from ..._autocast.report import has_floating
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import (
     Array,
@@ -37,6 +37,9 @@ from .._values.trace import EVERY_CAST
 from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for
 from .sources import sources_of
 
+_Members: TypeAlias = dict[Module, set[int]]
+"""Modules or sources, each with the indexes of its operations."""
+
 
 class FlaggedProgram:
     """A loss and its gradients, or a step, with a flag for each module. It is compiled once.
@@ -50,8 +53,11 @@ class FlaggedProgram:
         self._case, self.rules = case, case.rules
         self.is_step = case.call.value_and_grad_fn is None
         self.operations = case.operations(self.rules)
-        self.modules, self._sources, flags = self._flags(case.call.differentiated)
+        modules, sources, in_half = self._groups(case.call.differentiated)
+        self.modules, self._sources = tuple(modules), tuple(sources)
         self.groups = frozenset((*self.modules, *self._sources))
+        # The last flag is that of operations that belong to no group: they are in half unless nothing is.
+        flags = _numbered(len(self.operations), [*modules.values(), *sources.values(), in_half])
         self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
         for operation, own in zip(self.operations, flags, strict=True):
             self._flags_by_line[operation.source] |= own
@@ -92,7 +98,6 @@ class FlaggedProgram:
         """Returns all results for arrays such as `arrays()`, with some of the groups in half."""
         groups = (*self.modules, *self._sources)
         on = {number for number, group in enumerate(groups) if group in (half or ())}
-        # The last flag is that of operations that belong to no group: they are in half unless nothing is.
         on |= {len(groups)} if half is not None else set()
         is_on = np.array([flags <= on for flags in self._sets], bool)
         return self._run(list(arrays), is_on)
@@ -154,53 +159,59 @@ class FlaggedProgram:
         """How many floating results there are: the outputs, then the auxiliary results."""
         return len(self.outputs) + len(self.aux)
 
-    def _flags(self, parameters: Sequence[str]) -> tuple[tuple[Module, ...], tuple[Module, ...], list[Flags]]:
-        """Returns the modules, the sources, and for each operation the numbers of those that it belongs to.
+    def _groups(self, parameters: Sequence[str]) -> tuple[_Members, _Members, set[int]]:
+        """Returns the modules and the sources, each with its operations, and all operations in half."""
+        around = _jitted_as_a_whole(self._case.traced.jaxpr)
+        own, sources = self._own_groups(parameters, around)
+        of_program = set[int]().union(*own.values())
+        pairs = list(zip(self.operations, self._case.before, strict=True))
+        products = [now for now, before in pairs if now.on_tensor_cores and not before.in_half]
+        cast = cast_modules(products, parameters, around)
+        # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
+        is_cast = [is_in_half(now) and not is_in_half(before) for now, before in pairs]
+        by_autocast = {n for n, each in enumerate(is_cast) if each} - of_program
+        modules = {module: kept & by_autocast for module, kept in zip(cast, self._kept_by_rules(cast))}
+        modules.update(zip(_renamed([*own], cast), own.values()))
+        return modules, sources, of_program | by_autocast
 
-        One more number stands for the operations that no rule takes out of half.
-        """
+    def _own_groups(self, parameters: Sequence[str], around: str) -> tuple[_Members, _Members]:
+        """Returns the modules of the program's own half values and the sources, each with its operations."""
         traced, before = self._case.traced, self._case.before
-        around = _jitted_as_a_whole(traced.jaxpr)
-        cast = cast_modules(self._cast_products(), parameters, around)
         numbers = lost_numbers(traced.jaxpr, self._case.numbers)
-        # Layers of a library are found among the modules. What comes out of one comes from it alone, so the
-        # sources are then found again.
         found = sources_of(traced, self.is_step, numbers)
         own = [n for n, operation in enumerate(before) if gives_half(operation) or found[n]]
-        own_parts, owners = own_modules([before[n] for n in own], parameters, traced.names, around)
-        if layers := [part for part in own_parts if part.layer]:
+        parts, owners = own_modules([before[n] for n in own], parameters, traced.names, around)
+        # Layers of a library are found among the modules. What comes out of one comes from it alone, so the
+        # sources are then found again.
+        if layers := [part for part in parts if part.layer]:
             found = sources_of(traced, self.is_step, numbers, layers)
-        every = frozenset[Module]().union(*found)
-        layers = {each.name: each for each in every if each.layer}  # With their carries.
-        own_parts = [layers.get(part.name, part) for part in own_parts]
-        modules = (*cast, *_renamed(own_parts, cast))
-        sources = tuple(sorted(every - set(own_parts), key=lambda source: source.name))
-        numbered = {part: len(cast) + number for number, part in enumerate((*own_parts, *sources))}
-        rest = len(modules) + len(sources)
-        # Flags are numbered in the order of `groups`: what autocast casts, the program's own parts, sources.
-        flags = self._flags_of_casts(cast, rest)
-        for number, owner in zip(own, owners, strict=True):
-            flags[number] = {len(cast) + owner, rest, *(numbered[source] for source in found[number])}
-        return modules, sources, list(map(frozenset, flags))
+        every = sorted(frozenset[Module]().union(*found), key=lambda source: source.name)
+        sources = {source: {n for n in own if source in found[n]} for source in every}
+        with_carries = {source.name: source for source in every if source.layer}
+        parts = [with_carries.get(part.name, part) for part in parts]
+        modules = {part: sources.pop(part, set[int]()) for part in parts}
+        for n, owner in zip(own, owners, strict=True):
+            modules[parts[owner]].add(n)
+        return modules, sources
 
-    def _cast_products(self) -> list[AutocastOperation]:
-        """Returns the products that autocast casts to half."""
-        pairs = zip(self.operations, self._case.before, strict=True)
-        return [now for now, own in pairs if now.on_tensor_cores and not own.in_half]
-
-    def _flags_of_casts(self, cast: Sequence[Module], rest: int) -> list[set[int]]:
-        """Returns for each operation `rest`, and the modules whose rules take it out of half."""
-        pairs = zip(self.operations, self._case.before, strict=True)
-        # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
-        flags = [{rest} if is_in_half(now) and not is_in_half(own) else set[int]() for now, own in pairs]
-        for number, module in enumerate(cast):
+    def _kept_by_rules(self, cast: Sequence[Module]) -> Iterator[set[int]]:
+        """Yields for each module the operations to which a rule for float32 gives other dtypes."""
+        for module in cast:
             scopes = scopes_for([module], cast, self.rules.dtype.name)
             rules = dataclasses.replace(self.rules, scopes=(*scopes, *self.rules.scopes))
-            # An operation belongs to the module if other dtypes result from its rule.
-            for own, now, kept in zip(flags, self.operations, self._case.operations(rules), strict=True):
-                if own and (now.operands, now.results) != (kept.operands, kept.results):
-                    own.add(number)
-        return flags
+            pairs = enumerate(zip(self.operations, self._case.operations(rules), strict=True))
+            yield {
+                n for n, (now, kept) in pairs if (now.operands, now.results) != (kept.operands, kept.results)
+            }
+
+
+def _numbered(count: int, groups: Iterable[Collection[int]]) -> list[Flags]:
+    """Returns for each of `count` operations the numbers of the groups that it belongs to."""
+    flags = [set[int]() for _ in range(count)]
+    for number, members in enumerate(groups):
+        for n in members:
+            flags[n].add(number)
+    return list(map(frozenset, flags))
 
 
 def _jitted_as_a_whole(jaxpr: Jaxpr) -> str:

@@ -88,17 +88,9 @@ def updated(program: FlaggedProgram, full: Sequence[Array]) -> dict[int, int]:
     # on, and returned gradients look like new parameters. Both are far from the old values.
     arrays = program.arrays(1.0)
 
-    def is_half(index):
-        return program.argument(index)[1] in ("float16", "bfloat16")
-
-    def is_far_from(old, new):
-        return bool(old) and bool(abs(new - old) > abs(old) / 4)
-
-    def is_far_scalar(n, old):
-        return not old.shape and is_far_from(old, full[n])
-
     def is_loss(n, index):
-        return is_half(index) and is_far_scalar(n, arrays[index])
+        old, is_half = arrays[index], program.argument(index)[1] in ("float16", "bfloat16")
+        return is_half and not old.shape and bool(old) and bool(abs(full[n] - old) > abs(old) / 4)
 
     state = {n: index for n, index in program.state.items() if not is_loss(n, index)}
     new = {n: index for n, index in state.items() if program.argument(index)[0] in program.parameters}

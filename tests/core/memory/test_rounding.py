@@ -209,3 +209,9 @@ def test_what_is_not_floating_is_an_error(x):
 def test_what_is_no_key_is_an_error(key):
     with pytest.raises(TypeError, match=r"key is one PRNG key, such as jax.random.key\(0\)\. Got"):
         jmp.stochastic_round(jnp.ones(2), "bfloat16", key)
+
+
+def test_an_axis_of_2_to_the_32_elements_has_random_bits():
+    big = jax.ShapeDtypeStruct((2, 2**32), jnp.float16)
+    bits = jax.eval_shape(lambda x: random_bits(rounding_key("", jax.random.key(0)), 0, x), big)
+    assert (bits.shape, bits.dtype) == (big.shape, jnp.uint32)

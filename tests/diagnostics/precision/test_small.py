@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
+import pathlib
 import types
 
 import jax.numpy as jnp
 import pytest
 
+import jmp_lite
 from jmp_lite.diagnostics import compare_precision
 from jmp_lite.diagnostics._precision.judge import Judge
+from jmp_lite.diagnostics._precision.modules import is_of_library
 from jmp_lite.diagnostics._precision.report import Difference, Limits, ModuleDifference, PrecisionReport
 
 X = jnp.array([[1.0, 2.0**-11]] * 2)
@@ -97,3 +100,17 @@ def test_a_loss_scale_is_advised_only_where_it_helped():
     assert helped.startswith(
         "Use a loss scale, such as jmp.DynamicLossScale(): without one the error is 1.00e+00"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", True),
+        ("<unknown>:1", True),
+        (f"{pathlib.Path(jmp_lite.__file__).parent}/_tree.py:3 (cast)", True),
+        ("/usr/lib/python3/site-packages/flax/linen/linear.py:7 (__call__)", True),
+        ("/home/me/train.py:12 (loss)", False),
+    ],
+)
+def test_a_line_of_a_library_is_no_line_of_the_users_program(line, expected):
+    assert is_of_library(line) is expected

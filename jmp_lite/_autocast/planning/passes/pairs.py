@@ -15,6 +15,7 @@ from ..plan import (
     Decision,
     Inside,
     Move,
+    MoveBoth,
     Pairs,
     Plan,
     Product,
@@ -105,8 +106,8 @@ class _Readers:
 def _with_paths(decision: Decision, pairs: Pairs) -> Decision:
     """Returns a decision whose action knows whether float32 operations read its half results."""
     action, outvars = decision.action, decision.op.equation.outvars
-    # A move in both dtypes makes its own path (`Interpreter._move`).
-    if isinstance(action, Move) and not action.both and not pairs.read.isdisjoint(outvars):
+    # `MoveBoth` makes its own path.
+    if isinstance(action, Move) and not pairs.read.isdisjoint(outvars):
         action = dataclasses.replace(action, has_paths=True)
     elif isinstance(action, Call) and (paired := _paired_results(decision, action, pairs.read)):
         action = dataclasses.replace(action, paired=paired)
@@ -135,7 +136,7 @@ def _read_in_float32(decision: Decision) -> Iterable[Var]:
     match action:
         case Run() | Product() | WeightGradient():
             return [var for var, take in zip(invars, action.operands) if take in _IN_FLOAT32]
-        case Move(both=True):
+        case MoveBoth():
             return invars[:1]
         case Recompute():
             return (*action.region.sources, *action.region.extras)
@@ -154,6 +155,6 @@ def _entering_in_float32(inside: Inside) -> Iterable[int]:
 def _moved(decision: Decision) -> list[tuple[Var, Var]]:
     """Returns each result that is an operand moved, with that operand."""
     op, action = decision.op, decision.action
-    if isinstance(action, Move) or (isinstance(action, Skip) and action.operand is not None):
+    if isinstance(action, (Move, MoveBoth)) or (isinstance(action, Skip) and action.operand is not None):
         return [(out, op.equation.invars[op.moved_operand(n)]) for n, out in enumerate(op.equation.outvars)]
     return []
