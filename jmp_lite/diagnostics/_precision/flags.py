@@ -90,8 +90,12 @@ class FlaggedProgram:
 
     def run(self, arrays: Sequence[Array], half: Collection[Module] | None) -> list[Array]:
         """Returns all results for arrays such as `arrays()`, with some of the groups in half."""
-        groups = (*self.modules, *self._sources)
-        on = {number for number, group in enumerate(groups) if group in (half or ())}
+        groups, names = (*self.modules, *self._sources), {group.name for group in half or ()}
+
+        def is_half(group):
+            return not names.isdisjoint(group.one_of) if group.one_of else group in (half or ())
+
+        on = {number for number, group in enumerate(groups) if is_half(group)}
         # The last flag is that of operations that belong to no group: they are in half unless nothing is.
         on |= {len(groups)} if half is not None else set()
         is_on = np.array([flags <= on for flags in self._sets], bool)
