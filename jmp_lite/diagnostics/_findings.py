@@ -226,10 +226,10 @@ def of_accuracy(nonfinite: NonfiniteReport | None, precision: PrecisionReport) -
         def name(row):
             return "what is outside of all modules" if row.module == "/" else row.module
 
-        where = [f"The relative error of the {measure} if only this is in half:"]
+        where = [f"    The relative error of the {measure} if only this is in half:"]
         for row in precision.modules[:4]:
             lines = "".join(f", {line}" for line in row.lines[:2])
-            where += wrapped(shortened(f"{error(row):.1e} {name(row)}{lines}"), 4)
+            where += wrapped(shortened(f"{error(row):.1e} {name(row)}{lines}"), 8)
         yield Finding("accuracy", precision.summary(), "\n".join(where), precision.advice())
 
 
