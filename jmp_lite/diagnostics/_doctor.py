@@ -137,7 +137,8 @@ class Diagnosis(Shown):
     def skipped(self) -> dict[str, str]:
         """The parts that were not run, each with the reason."""
         reasons = {"the values in half": self._why_skipped, "roofline": self._no_program}
-        if not self._why_skipped and (names := self._case.exact):
+        # The states of a step are compared element by element, as it repeats.
+        if not self._why_skipped and (names := self._case.exact(self._runs.states.names)):
             reasons[f"the rounding of {', '.join(names)}"] = "In half before the call, and taken as exact."
         return {part: reason for part, reason in reasons.items() if reason}
 

@@ -31,6 +31,9 @@ _CONSTANT = (
     "A hint: the loss is scaled, so it may not depend on the parameters: look for stop_gradient, argmax, a "
     "cast to integers, or a wrong argnums."
 )
+_UNSCALED = (
+    "A hint: small gradients become zero in float16 if the loss is not scaled, or if its scale is too small."
+)
 _LEAST_SHARE = 0.01  # Of the FLOPs: what is named as slow.
 MEMORY = "jmp.with_stochastic_rounding, or keep master weights with jmp.with_master_params"
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "precision", "speed")
@@ -178,13 +181,16 @@ def _of_states(runs: Runs, wrong: Sequence[Wrong]) -> Finding:
     """Returns what some steps in half get wrong, and what mends it."""
     worst, *others = wrong
     names = [each.name for each in others]
+    is_parameter = worst.name in runs.program.parameters
     also = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
     kept = _helpful(runs)
     advice = [f"To mend it: {words_for(runs, kept)}. Then it trains as in float32."] if kept else []
-    if worst.in_half:
+    if worst.in_half and is_parameter:
         advice += [f"{'Or round' if kept else 'Round'} it with {MEMORY}."]
-    elif runs.program.has_float16 and worst.is_lost:
-        advice += ["A hint: small gradients become zero in float16 if the loss is not scaled."]
+    elif worst.in_half and not kept:
+        advice += ["Keep it in float32."]
+    elif runs.program.has_float16 and worst.is_lost and not any(edit.is_gradient for edit in kept):
+        advice += [_UNSCALED]
     return Finding("accuracy", worst.what, f"Also lost or off: {also}." if also else "", " ".join(advice))
 
 
@@ -197,7 +203,9 @@ def _helpful(runs: Runs) -> Sequence[Module]:
     def is_wrong(kept):
         return bool(runs.states.wrong(kept)) if runs.states else is_far(kept)
 
-    return few_edits(runs, is_wrong, False) or ()
+    # The smallest edit of a step: a cast of its gradients before it computes with them.
+    gradients = [edit for edit in runs.program.edits if edit.is_gradient]
+    return few_edits(runs, is_wrong, False, gradients) or ()
 
 
 def of_accuracy(nonfinite: NonfiniteReport | None, precision: PrecisionReport) -> Iterator[Finding]:
@@ -216,12 +224,13 @@ def of_accuracy(nonfinite: NonfiniteReport | None, precision: PrecisionReport) -
             return max(getattr(row.own, measure), leaf(row.own))
 
         def name(row):
-            return "outside of all modules" if row.module == "/" else row.module
+            return "what is outside of all modules" if row.module == "/" else row.module
 
-        worst = [f"{name(row)} {error(row):.1e} {' '.join(row.lines[:2])}" for row in precision.modules[:4]]
-        where = f"The relative error of the {measure} with one module alone in half: "
-        where += ", ".join(map(str.strip, worst))
-        yield Finding("accuracy", precision.summary(), where, precision.advice())
+        where = [f"    The relative error of the {measure} if only this is in half:"]
+        for row in precision.modules[:4]:
+            lines = "".join(f", {line}" for line in row.lines[:2])
+            where += wrapped(shortened(f"{error(row):.1e} {name(row)}{lines}"), 8)
+        yield Finding("accuracy", precision.summary(), "\n".join(where), precision.advice())
 
 
 def of_rounding(runs: Runs) -> Iterator[Finding]:
@@ -257,8 +266,13 @@ def of_operations(report: AutocastReport) -> Iterator[Finding]:
         dtype = max((each.dtype for each in product.operands), key=lambda dtype: dtype.itemsize).name
         cast = f"Cast the {dtype} operands of these products to half, or give the plain model to autocast."
         slow[f"in {dtype}: {product.reason}.", "" if product.why == "rule" else cast].append(product)
+    # A matmul and those of its gradient have one line, and the same sizes in another order.
+    sizes: dict[str, list[AutocastOperation]] = collections.defaultdict(list)
     for product in filter(_is_of_user, (each for each in report.operations if each.advice)):
-        slow["of a size that Tensor Cores run slowly.", product.advice].append(product)
+        sizes[product.source].append(product)
+    for products in sizes.values():
+        advice = dict.fromkeys(part for each in products for part in each.advice.split("; "))
+        slow["of a size that Tensor Cores run slowly.", "; ".join(advice)] += products
     for (what, advice), products in slow.items():
         share = sum(product.flops for product in products) / total
         where = dict.fromkeys(f"{each.module or '/'}, {each.source}" for each in products[:3])

@@ -43,6 +43,14 @@ def test_all_slow_sizes_of_a_product_are_named():
     assert found.advice == "N = 60: pad it to 64; K = 100: pad it to 104"
 
 
+def test_a_product_and_those_of_its_gradients_are_one_finding():
+    half = jnp.float16
+    step = lambda w, x: jax.value_and_grad(lambda w: jnp.mean(x @ w).astype(jnp.float32))(w)
+    (found,) = of_operations(jmp.explain(step, "float32")(jnp.ones((64, 10), half), jnp.ones((32, 64), half)))
+    assert found.what.startswith("2 matmuls, 100% of the FLOPs")
+    assert sorted(found.advice.split("; ")) == ["M = 10: pad it to 16", "N = 10: pad it to 16"]
+
+
 def test_a_product_in_a_line_of_a_package_and_one_of_few_flops_are_no_findings():
     half = jnp.float16
 

@@ -113,7 +113,9 @@ class Program:
         lines = {int(line.split(":")[1]) for line in trial.lines}
         layers = re.findall(r"dtype=jnp.float32 in (?:\w+/)*(\w+)", trial.change)
         is_edited = lambda number, line: number in lines or any(f'F16, "{name}"' in line for name in layers)
-        edit = lambda number, line: line.replace("F16", "F32") if is_edited(number, line) else line
+        edit = lambda number, line: (
+            re.sub(r"\b(?:F16|[abcd]\.dtype)\b", "F32", line) if is_edited(number, line) else line
+        )
         named = zip(("p", "x", "key", "a", "b", "c", "d"), self.args)
         args = [cast(arg, F32) if name in trial.arguments else arg for name, arg in named]
         return self.functions(edit), args

@@ -111,6 +111,8 @@ def _range(extent: tuple[float, float] | None) -> str:
     # number.
     if math.isnan(low) or math.isnan(high):
         return ", with NaN" if math.isnan(high) else f", NaN and up to {high:.4g}"
+    if low == high:
+        return f", {high:.4g}"
     # A branch that is not taken leaves the record of an array without elements, from inf to -inf.
     return ", no elements" if low > high else f", {low:.4g} to {high:.4g}"
 

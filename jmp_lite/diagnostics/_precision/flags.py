@@ -56,7 +56,6 @@ class FlaggedProgram:
         modules, sources, in_half = self._groups(case.call.differentiated)
         self.modules, self._sources = tuple(modules), tuple(sources)
         self.groups = frozenset((*self.modules, *self._sources))
-        # The last flag is that of operations that belong to no group: they are in half unless nothing is.
         flags = _numbered(len(self.operations), [*modules.values(), *sources.values(), in_half])
         self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
         for operation, own in zip(self.operations, flags, strict=True):
@@ -96,8 +95,12 @@ class FlaggedProgram:
 
     def run(self, arrays: Sequence[Array], half: Collection[Module] | None) -> list[Array]:
         """Returns all results for arrays such as `arrays()`, with some of the groups in half."""
-        groups = (*self.modules, *self._sources)
-        on = {number for number, group in enumerate(groups) if group in (half or ())}
+        groups, names = (*self.modules, *self._sources), {group.name for group in half or ()}
+
+        def is_half(group):
+            return not names.isdisjoint(group.one_of) if group.one_of else group in (half or ())
+
+        on = {number for number, group in enumerate(groups) if is_half(group)}
         on |= {len(groups)} if half is not None else set()
         is_on = np.array([flags <= on for flags in self._sets], bool)
         return self._run(list(arrays), is_on)

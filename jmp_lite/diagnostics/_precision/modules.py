@@ -28,6 +28,10 @@ class Module:
     is_argument: bool = False  # Whether it is an argument in half, and all that is computed from it in half.
     carries: tuple[str, ...] = ()  # The lines of the loops whose half carries come from it.
     autocast: str = ""  # The scope of the casts that an autocast inside of the function makes.
+    is_gradient: bool = False  # Whether it is the gradients in half that its line computes with.
+    # For gradients in half, the names of the sources of what was differentiated: the gradients are half if
+    # one of these is.
+    one_of: frozenset[str] = frozenset()
 
     @property
     def label(self) -> str:
@@ -36,8 +40,8 @@ class Module:
     @property
     def is_edit(self) -> bool:
         """Whether a user can write what it takes to compute the module, and nothing else, in float32."""
-        edits = self.pattern, self.policy, self.layer, self.casts, self.autocast, self.is_argument
-        return any(edits)
+        edits = self.pattern, self.policy, self.layer, self.casts, self.autocast
+        return any((*edits, self.is_argument, self.is_gradient))
 
 
 def is_in_half(operation: AutocastOperation) -> bool:
@@ -100,6 +104,8 @@ def _path_of_parameters(name: str, paths: Collection[str]) -> str:
 def in_words(modules: Sequence[Module]) -> str:
     """Returns how to keep modules without a pattern in float32, in the notation of the program."""
     words = _casts_in_words(modules)
+    read = [_place(line) for module in modules if module.is_gradient for line in module.lines]
+    words += [f"cast the gradients to float32 before the arithmetic on {_places(read)}"] if read else []
     arguments = [module.name for module in modules if module.is_argument]
     words += [f"pass these arguments in float32: {', '.join(arguments)}"] if arguments else []
     policies = ", ".join(f"{module.policy!r}: 'float32'" for module in modules if module.policy)
@@ -113,10 +119,14 @@ def _casts_in_words(modules: Sequence[Module]) -> list[str]:
     casts: dict[str, set[str]] = collections.defaultdict(set)
     for module in modules:
         if module.casts:
-            casts[module.casts].update(line.partition(" ")[0] for line in module.lines)
+            casts[module.casts].update(map(_place, module.lines))
     words = [f"use float32 instead of {dtype} on {_places(lines)}" for dtype, lines in casts.items()]
-    loops = {line.partition(" ")[0] for module in modules for line in module.carries}
+    loops = {_place(line) for module in modules for line in module.carries}
     return [*words, f"start the carry in float32 for the loop on {_places(loops)}"] if loops else words
+
+
+def _place(line: str) -> str:
+    return line.partition(" ")[0]
 
 
 def _places(lines: Collection[str]) -> str:

@@ -6,6 +6,7 @@ a cast back to float32. So a source is an edit that a user can write, where a sc
 
 import collections
 import dataclasses
+import enum
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from ..._jaxpr import (
     casting_line,
     inner_jaxprs,
     is_by_autocast,
+    is_of_gradient,
     is_transposed,
     scope_of,
     traits_of,
@@ -40,12 +42,21 @@ _NONE = Module("no source", "")
 """For zeros in half, and casts that JAX makes: they have the dtype of what they meet."""
 
 
+class Stage(enum.Enum):
+    """Where in a step a value is computed."""
+
+    OUTSIDE = "outside of any gradient"
+    FORWARD = "in the forward pass of a gradient"
+    BACKWARD = "in its backward pass"
+
+
 class _Origin(NamedTuple):
     """What a value comes from."""
 
     sources: Sources = frozenset()  # Of a half value, or of the half value that was cast to a float32 value.
     line: str = ""  # For a float32 value, the line that has widened it.
     is_fixed: bool = False  # Whether it is computed from numbers and constants alone.
+    stage: Stage = Stage.OUTSIDE
 
 
 def _joined(origins: Iterable[_Origin]) -> Sources:
@@ -74,7 +85,8 @@ def sources_of(
     carried = _carried(traced.jaxpr, search.found)
 
     def resolved(equation: Equation) -> Sources:
-        if not (any(map(is_narrow, equation.outvars)) or search.of_numbers(equation)):
+        is_half = any(map(is_narrow, equation.outvars)) or id(equation) in search.returned
+        if not (is_half or search.of_numbers(equation)):
             return frozenset()
         sources = _joined(search.found[id(equation)])
         own = (sources | of_library if _LIBRARY in sources else sources) - {_LIBRARY, _NONE}
@@ -93,11 +105,19 @@ class _Search(Forward[_Origin]):
         self._numbers, self._layers = numbers, layers
         # By the line of a cast to float32, the sources of what it casts.
         self._widened: dict[str, Sources] = collections.defaultdict(frozenset)
+        self._differentiated: Sources = frozenset()  # Of the half values that a forward pass takes.
+        self.returned = set[int]()  # The ids of the equations that read gradients in half.
 
     def _origins(self, equation: Equation, operands: list[_Origin]) -> list[_Origin]:
         # A function that JAX jits, such as `jax.nn.one_hot`, has no line of its own: that of its call counts.
         line = next(filter(None, map(line_of, (equation, *reversed(self.calls)))), "")
         is_cast, gives_half = equation.primitive.name == "convert_element_type", _gives_half(equation)
+        stage = self._stage(equation)
+        halves = [o for o, var in zip(operands, equation.invars) if is_narrow(var)]
+        if stage is Stage.FORWARD:
+            self._differentiated |= _joined(o for o in halves if o.stage is Stage.OUTSIDE)
+        if stage is Stage.OUTSIDE and any(o.stage is Stage.BACKWARD for o in halves):
+            operands = [self._gradient(o, equation, line) for o in operands]
         if is_cast and not gives_half and is_narrow(equation.invars[0]):
             self._widened[line] |= operands[0].sources
         # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
@@ -108,7 +128,25 @@ class _Search(Forward[_Origin]):
             sources = self._of_half(equation, line, sources, is_fixed)
         sources = (self._layer_of(equation) if sources else None) or sources
         lines = ("" if is_narrow(var) else line for var in equation.outvars)
-        return [_Origin(sources, own, is_fixed) for own in lines]
+        return [_Origin(sources, own, is_fixed, stage) for own in lines]
+
+    def _stage(self, equation: Equation) -> Stage:
+        every = (*self.calls, equation)
+        if any(map(is_transposed, every)):
+            return Stage.BACKWARD
+        return Stage.FORWARD if any(map(is_of_gradient, every)) else Stage.OUTSIDE
+
+    def _gradient(self, origin: _Origin, equation: Equation, line: str) -> _Origin:
+        """Returns the origin of an operand that may be a gradient, in an equation outside of the gradient."""
+        if origin.stage is not Stage.BACKWARD or not self._differentiated:
+            return origin
+        # A gradient has the dtype of what was differentiated, whatever else the backward pass computes with.
+        self.returned.add(id(equation))
+        names = frozenset(source.name for source in self._differentiated)
+        sources = {Module(f"the gradients of {', '.join(sorted(names))}", "", one_of=names)}
+        if _gives_half(equation) and not is_of_library(line):
+            sources.add(Module(line, "", (line,), is_gradient=True))
+        return origin._replace(sources=frozenset(sources))
 
     def _of_half(self, equation: Equation, line: str, sources: Sources, is_fixed: bool) -> Sources:
         """Returns the sources of a half result whose operands have the given ones."""
@@ -138,7 +176,8 @@ def _gives_half(equation: Equation) -> bool:
 
 def _both(first: _Origin, second: _Origin) -> _Origin:
     sources, is_fixed = first.sources | second.sources, first.is_fixed and second.is_fixed
-    return _Origin(sources, first.line or second.line, is_fixed)
+    stage = second.stage if first.stage is Stage.OUTSIDE else first.stage
+    return _Origin(sources, first.line or second.line, is_fixed, stage)
 
 
 def _cast(equation: Equation, line: str, is_fixed: bool) -> Sources:

@@ -51,6 +51,11 @@ class States:
         dtypes = [program.argument(state[number])[1] for number in self._floating]
         self.in_half = any(dtype in _HALF for dtype in dtypes)
 
+    @property
+    def names(self) -> set[str]:
+        """The paths of the arguments that are states."""
+        return {self._program.argument(index)[0] for index in self._state.values()}
+
     def __bool__(self) -> bool:
         return bool(self._state)
 
@@ -68,13 +73,13 @@ class States:
     def _of_metrics(self, half: Trained) -> Iterator[Wrong]:
         for number, values in self._in_float32[0].items():
             end, start = _last(values), values[0]
-            size, difference = max(abs(end), abs(start - end)), abs(_last(half[0][number]) - end)
+            size, last = max(abs(end), abs(start - end)), _last(half[0][number])
+            difference = abs(last - end)
             error = difference / size if size else difference
             if not error <= HARM:  # Also if it is NaN.
-                path = self._program.outputs[number]
-                name = f"result {path}" if path.isdigit() else path or "result"
-                what = f"The {name} of the step" if path.isdigit() or not path else path
-                yield Wrong(f"{what} is {times(error)} off from float32 {_ON}.", error, name)
+                name = f"result {self._program.outputs[number]}".strip()
+                what = f"The {name} of the step ends at {last:.3g} {_ON}, and at {end:.3g} in float32."
+                yield Wrong(what, error, name)
 
     def _of_states(self, half: Trained) -> Iterator[Wrong]:
         for number, own, full in zip(self._floating, half[1], self._in_float32[1]):
@@ -83,10 +88,15 @@ class States:
             in_half, start = dtype in _HALF, self._start[index]
             if not jnp.issubdtype(start.dtype, jnp.inexact):
                 continue
-            moved, stuck, far, part, error = map(float, _compared(start, full, own, jnp.finfo(dtype).eps))
+            moved, stuck, far, lost, part, error = map(
+                float, _compared(start, full, own, jnp.finfo(dtype).eps)
+            )
             share = stuck / moved if moved else 0.0
+            # Of a state in float32, the elements that never move also have to matter: half precision makes
+            # the smallest gradients zero, whose updates are a small part of the norm of all.
+            is_lost = far > _SHARE * moved and (in_half or lost > _SHARE)
             # A part that is NaN in half is not at least anything.
-            if moved and (not part >= _LEAST or (in_half and far > _SHARE * moved)):
+            if moved and (not part >= _LEAST or is_lost):
                 what = _lost(name, dtype if in_half else "", share, part)
                 yield Wrong(what, max(share, 1 - part) if part < 1 else share, name, in_half, share == 1)
             elif in_half and error > 1:
@@ -144,8 +154,8 @@ def _compared(start: Array, full: Array, half: Array, eps: float) -> tuple[Array
     """Compares a state with float32.
 
     Returns how many elements move in float32, how many of these never move in half, how many of these should
-    by some units, how far the state comes, as a part of how far it comes in float32, and the error of the
-    elements that move by some units, over their movement.
+    by some units, their part of the norm of the movement, how far the state comes, as a part of how far it
+    comes in float32, and the error of the elements that move by some units, over their movement.
     """
     # A state may start as inf, such as the best loss so far, which has no distance from where it ends.
     is_finite = jnp.isfinite(start) & jnp.isfinite(full)
@@ -169,4 +179,5 @@ def _compared(start: Array, full: Array, half: Array, eps: float) -> tuple[Array
         return norm(jnp.where(moved, x, 0))
 
     error = jnp.where(moved.any(), chosen(own - way) / jnp.maximum(chosen(way), 1e-30), 0)
-    return (*counts, norm(own) / jnp.maximum(norm(way), 1e-30), error)
+    parts = (norm(each) / jnp.maximum(norm(way), 1e-30) for each in (jnp.where(is_stuck, way, 0), own))
+    return (*counts, *parts, error)

@@ -7,7 +7,7 @@ module are made from the jaxpr of that run.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import jax
@@ -83,11 +83,11 @@ class Case:
         named = zip(argument_names(self.call.fun, args, kwargs), jax.tree.leaves(self.arguments))
         return {name: leaf for name, leaf in named if isinstance(leaf, float)}
 
-    @property
-    def exact(self) -> list[str]:
-        """The arguments that are in half already, so that nothing is known of how they were rounded."""
+    def exact(self, states: Collection[str]) -> list[str]:
+        """Returns the arguments in half but for some states: nothing is known of how they were rounded."""
         named = zip(self.traced.names, self.traced.arrays, strict=True)
-        names = dict.fromkeys(name.split("/")[0] for name, array in named if is_narrow(array))
+        halves = (name for name, array in named if is_narrow(array) and name not in states)
+        names = dict.fromkeys(name.split("/")[0] for name in halves)
         return [*names, *(["constants"] if any(map(is_narrow, constants(self.traced.jaxpr))) else [])]
 
     def planned(self, rules: Rules) -> tuple[Planner, Plan]:

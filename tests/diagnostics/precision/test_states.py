@@ -24,6 +24,52 @@ def mean_of(rate):
 
 
 @pytest.mark.slow
+def test_a_float32_state_of_which_most_elements_never_move():
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, c = jax.random.normal(keys[0], (256, 64)) * 0.06, jax.random.normal(keys[2], (256, 16)) * 0.06
+
+    def step(w, x, divide=lambda g: (g / 2.0**14).astype(F32)):
+        def loss(half):
+            h = jnp.tanh(x.astype(jnp.float16) @ half).astype(F32)
+            return 2.0**14 * 1e-3 * jnp.mean(h * c)
+
+        return w - 1e3 * divide(jax.grad(loss)(w.astype(jnp.float16)))
+
+    w = jax.random.normal(keys[1], (64, 16)) * 0.02
+    assert jnp.mean(step(w, x) == w) > 0.9
+    (fault,) = faults(lambda w, x: step(w, x), w, x)
+    assert " of the elements of w that have one: they never move in 20 steps" in fault.what
+    assert "To mend it: cast the gradients to float32 before the arithmetic on line" in fault.advice
+    in_float32 = lambda w, x: step(w, x, lambda g: g.astype(F32) / 2.0**14)
+    assert jnp.mean(in_float32(w, x) == w) < 0.05
+    assert faults(in_float32, w, x) == []  # What the remedy says, applied.
+
+
+@pytest.mark.slow
+def test_statistics_of_the_users_own_get_no_advice_about_optimizers():
+    def step(w, stats, x):
+        mean = jnp.mean(x * w, 0).astype(BF16)
+        return w, 0.999 * stats + 0.001 * mean
+
+    args = jnp.ones(4), jnp.ones(4, BF16), 2 + jax.random.normal(jax.random.key(0), (8, 4))
+    diagnosis = doctor(step, value_and_grad_fn=None, device=None)(*args)
+    (fault,) = diagnosis.findings
+    assert fault.advice == "To mend it: pass these arguments in float32: stats. Then it trains as in float32."
+    assert "Not examined" not in str(diagnosis)  # Its rounding is what was found.
+
+
+@pytest.mark.slow
+def test_a_metric_that_is_off_has_both_its_values_on_the_page():
+    def step(w, count):
+        return w * 0.99, count + 1, {"lr": 0.1 * jnp.asarray(0.9999, BF16) ** count}
+
+    (fault,) = faults(step, jnp.ones(4), jnp.asarray(20000))
+    assert fault.what == (
+        "The result 2/lr of the step ends at 0.1 in 20 steps on this batch, and at 0.0135 in float32."
+    )
+
+
+@pytest.mark.slow
 def test_running_means_of_which_half_never_move():
     x = jnp.tile(jnp.array([3.0, 9.0] * 4), (16, 1))
     (fault,) = faults(mean_of(0.001), jnp.ones(8, BF16), x)
