@@ -36,7 +36,7 @@ from ._nonfinite.find import find
 from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import check_tolerance, report_of
 from ._precision.judge import Judge
-from ._precision.report import PrecisionReport
+from ._precision.report import HARM, PrecisionReport
 from ._precision.runs import Runs
 from ._values.case import Case, tool
 from ._values.reference import has_loop
@@ -162,6 +162,15 @@ class Diagnosis(Shown):
             return False
         return Judge(self._runs).limits(self._tolerance).allow(self._runs.keeping(()))
 
+    @property
+    def _loss_is_off(self) -> str:
+        """Says how wrong a loss is whose gradients are right, as that of casts around each matmul is too."""
+        precision = self.precision
+        if precision is None or not precision.is_close or not precision.half.loss > HARM:
+            return ""
+        half, full, error = self._runs.half_loss, self._runs.loss, precision.half.gradients
+        return f"The loss is {half:.3g}, and {full:.3g} in float32; its gradients are {error:.1%} off."
+
     @functools.cached_property
     def _is_cut(self) -> bool:
         """Whether a loop was stopped, so that no run computes what the program computes."""
@@ -210,6 +219,7 @@ class Diagnosis(Shown):
         lines = [line for text in head for line in wrapped(text)]
         lines += [f"\n{number}. {finding}" for number, finding in enumerate(self.findings, 1)]
         lines += [] if self.findings else ["", "No fault was found."]
+        lines += ["", *wrapped(self._loss_is_off)] if self._loss_is_off else []
         if self.roofline is not None:
             best = self.roofline.speedup()
             name = self.roofline.device.name

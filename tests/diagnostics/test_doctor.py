@@ -1,13 +1,17 @@
 """`doctor` names what is wrong, worst first, and skips what makes no sense."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jmp_lite as jmp
 from jmp_lite.diagnostics import _doctor, _findings, doctor
 from jmp_lite.programs import read_program
+from tests.support.arrays import normal
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
@@ -38,6 +42,23 @@ def test_a_healthy_step_has_no_findings():
     assert diagnosis.nonfinite.is_finite
     assert diagnosis.precision.is_close
     assert list(diagnosis.skipped) == ["roofline"]
+
+
+def test_the_page_says_how_wrong_a_loss_is_whose_gradients_are_right():
+    """The distance of BYOL: 2 - 2 cos near 0, of cosines that bfloat16 rounds to 1."""
+    w, x = normal(1, 16, 8, scale=0.3), normal(0, 64, 16)
+    near = x + 0.03 * normal(2, 64, 16)
+    unit = lambda y: y / jnp.linalg.norm(y, axis=-1, keepdims=True)
+
+    def loss(w):
+        one, other = (unit(each @ w).astype(jnp.bfloat16) for each in (x, near))
+        return (2 - 2 * jnp.einsum("bd,bd->b", one, lax.stop_gradient(other))).astype(jnp.float32).mean()
+
+    said = " ".join(str(doctor(loss, device=None)(w)).split())
+    numbers = re.search(r"The loss is (\S+), and (\S+) in float32; its gradients are (\S+)% off", said)
+    half, full, error = map(float, numbers.groups())
+    assert abs(half - full) > 0.1 * full
+    assert 0 < error < 10
 
 
 def faulty(params, x):

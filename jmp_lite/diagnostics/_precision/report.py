@@ -191,8 +191,9 @@ class PrecisionReport(Shown):
         if self.is_close:
             return "No rule is needed."
         if self.kept is None:
-            none = "No rules, casts or arguments bring the error below the tolerance"
-            return f"{none}: with all modules in float32 it is {self.rest}."
+            none = "No rule, cast or argument that was tried brings the error below the tolerance"
+            before = "A constant that is in half before the trace, and a carry from it, were not tried."
+            return f"{none}: with all modules in float32 it is {self.rest}. {before}"
         each = ", of which nothing can be left out" if len(self.kept) > 1 else ""
         return f"To mend it: {self.change}{each}. Then the error is {self.with_rules}."
 

@@ -122,7 +122,7 @@ def test_a_tolerance_that_float32_rounding_exceeds_has_no_rules():
     # The product of the two has neither scope nor argument.
     assert report.rules is None
     assert report.rest.gradients > 1e-5
-    assert "No rules, casts or arguments" in str(report)
+    assert "No rule, cast or argument that was tried" in str(report)
 
 
 def test_a_scope_around_a_module_is_a_module_of_its_own():
