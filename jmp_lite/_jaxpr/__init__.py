@@ -15,6 +15,7 @@ autocast takes what it needs from these files. All other rooms take the names be
 
 from .arguments import Arguments as Arguments
 from .arguments import check_function as check_function
+from .arguments import has_objects as has_objects
 from .arguments import in_two_calls as in_two_calls
 from .arguments import trace as trace
 from .axes import Labels as Labels

@@ -239,6 +239,11 @@ def _check_output(fun: Callable[..., Any], leaf: Any) -> None:
         )
 
 
+def has_objects(tree: Any) -> bool:
+    """Whether some arguments hold objects that a function may change in place, such as NNX modules."""
+    return _adapter(tree) is not None
+
+
 def _adapter(tree: Any) -> ModuleType | None:
     """Returns the adapter for the objects in `tree`, if there are any."""
     for library, name in ADAPTERS.items():

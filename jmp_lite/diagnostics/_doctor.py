@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .._autocast.report import AutocastReport, page_of
 from .._autocast.report import report_of as operations_of
 from .._dtypes import DTypeLike
-from .._jaxpr import in_two_calls
+from .._jaxpr import has_objects, in_two_calls
 from .._scaling.loss_scale import LossScaleLike
 from .._text import Shown, shortened, wrapped
 from ..programs._compile import compile_for
@@ -137,6 +137,10 @@ class Diagnosis(Shown):
     def skipped(self) -> dict[str, str]:
         """The parts that were not run, each with the reason."""
         reasons = {"the values in half": self._why_skipped, "roofline": self._no_program}
+        if self._is_step and has_objects(self._case.arguments):
+            reasons["what the step changes in place"] = (
+                "Only what it returns is compared with float32: let it take and return states (nnx.split)."
+            )
         # The states of a step are compared element by element, as it repeats.
         if not self._why_skipped and (names := self._case.exact(self._runs.states.names)):
             reasons[f"the rounding of {', '.join(names)}"] = "In half before the call, and taken as exact."

@@ -5,7 +5,9 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jmp_lite as jmp
@@ -42,6 +44,23 @@ def test_a_healthy_step_has_no_findings():
     assert diagnosis.nonfinite.is_finite
     assert diagnosis.precision.is_close
     assert list(diagnosis.skipped) == ["roofline"]
+
+
+def test_what_a_step_changes_in_place_is_named_as_not_examined():
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        value, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return value
+
+    diagnosis = doctor(step, value_and_grad_fn=None, device=None)(model, optimizer, X)
+    assert "what the step changes in place" in diagnosis.skipped
+    assert (
+        "what the step changes in place"
+        not in doctor(lambda w, x: w - x, value_and_grad_fn=None, device=None)(X, X).skipped
+    )
 
 
 def test_the_page_says_how_wrong_a_loss_is_whose_gradients_are_right():
