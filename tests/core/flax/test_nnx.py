@@ -287,6 +287,23 @@ def test_modules_that_rewrite_parameters_see_them_unrounded():
     np.testing.assert_array_equal(kernel, expected)
 
 
+def test_a_dict_of_parameters_keeps_its_entries():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.weights = nnx.Dict(
+                {"first": nnx.Param(jnp.ones((6, 6))), "second": nnx.Param(jnp.ones((6, 6)))}
+            )
+
+        def __call__(self, x):
+            for w in self.weights.values():
+                x = x.astype(w.dtype) @ w
+            return x
+
+    model = with_policy(Model(), BF16)
+    assert set(model.weights) == {"first", "second"}
+    assert products(model, SEQUENCE) == [("bfloat16", "bfloat16")] * 2
+
+
 def test_methods_under_nnx_jit_run_under_the_policy():
     class Model(nnx.Module):
         def __init__(self):
