@@ -220,6 +220,7 @@ def test_an_attribute_policy_of_the_model_stays():
     assert model(SEQUENCE).shape == (4, 9, 2)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_repeated_in_float32_between_layers_counts_once():
     class Counts(nnx.Module):
         def __init__(self):
