@@ -236,6 +236,7 @@ def test_trees_and_layers():
     np.testing.assert_allclose(np.asarray(gradient), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_raise_if_stuck_reads_a_state_in_the_context_of_the_mesh():
     params, _ = sharded()
     tx = jmp.with_loss_scale(optax.adam(1e-3))

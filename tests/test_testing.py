@@ -185,7 +185,7 @@ def test_a_step_that_selects_its_other_state_passes(tx):
     assert float(state[0]["w"][0, 0]) == np.float32(0.1)  # The step was given copies.
 
 
-@pytest.mark.cases(fast=1, slow=0)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("batch", [np.ones((4, 8), np.float32), 1.0, np.float32(1)])
 def test_a_batch_of_numpy_and_of_numbers(batch):
     train_step, state = make_step(jmp.with_loss_scale(optax.adamw(0.1)))
@@ -193,6 +193,7 @@ def test_a_batch_of_numpy_and_of_numbers(batch):
     assert_skips_nonfinite(jitted, state, batch)
 
 
+@pytest.mark.slow
 def test_it_names_the_statistics_and_the_average_that_moved():
     tx = jmp.with_loss_scale(optax.adamw(0.1))
     train_step, state = make_step(tx, select=False)

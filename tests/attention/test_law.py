@@ -184,7 +184,7 @@ def attentions(draw):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 3)
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 6)
 @hypothesis.given(drawn=attentions())
 def test_a_drawn_attention_is_within_autocasts_error_or_left_with_a_reason(drawn):
     check(drawn)
@@ -206,7 +206,7 @@ FOUND = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=5)
+@pytest.mark.cases(slow=5)
 @pytest.mark.parametrize("name", FOUND)
 def test_an_attention_that_was_wrong_is_within_autocasts_error(name):
     assert not check(FOUND[name], seeds=1)

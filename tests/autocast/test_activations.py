@@ -14,7 +14,7 @@ from tests.support.jaxprs import equations, operands_of, products
 from tests.support.small_programs import W, X
 
 
-@pytest.mark.cases(fast=1, slow=2)
+@pytest.mark.cases(slow=2)
 @each_half
 @pytest.mark.parametrize(
     "fun",
@@ -164,7 +164,7 @@ READERS = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=8)
+@pytest.mark.cases(slow=8)
 @each_half
 @pytest.mark.parametrize("readers", READERS)
 def test_whoever_reads_a_matmul_with_a_bias_the_gradients_are_right(readers, half):

@@ -100,6 +100,7 @@ def live(fun, name, *args):
     return {str(each.outvars[0].aval) for each in needed.eqns if each.primitive.name == name}
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_rows_that_matmuls_alone_take_are_looked_up_in_half(order):
     """As those of a mixture of experts. Their gradients are summed in float32, and a table is not cast."""

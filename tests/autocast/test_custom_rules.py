@@ -124,6 +124,7 @@ def large_product(kind):
     return with_vjp if kind == "custom_vjp" else with_jvp
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize(
     ("kept_by", "kind"), [("full_precision", "custom_vjp"), ("rules", "custom_vjp"), ("rules", "custom_jvp")]
 )
@@ -172,7 +173,7 @@ def perturbation_rules():
     return with_vjp, with_jvp, seen
 
 
-@pytest.mark.cases(fast=2, slow=2)
+@pytest.mark.cases(fast=1, slow=2)
 @EACH_ORDER
 @pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
 def test_a_rule_may_take_and_give_integers(kind, order, half):

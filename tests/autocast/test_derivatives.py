@@ -116,7 +116,7 @@ def nothing_to_search():
     gc.unfreeze()
 
 
-@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", LEAKY)
 def test_no_tracer_leaks(name, nothing_to_search):
     fun = LEAKY[name]
@@ -160,7 +160,7 @@ CALLS = {
 }
 
 
-@pytest.mark.cases(fast=3, slow=3)
+@pytest.mark.cases(fast=1, slow=3)
 @pytest.mark.parametrize("name", CALLS)
 @each_half
 def test_a_half_value_that_leaves_a_call_and_is_read_inside_meets_its_gradients_in_float32(half, name):

@@ -148,7 +148,7 @@ PROGRAMS = {
 W, XS = normal(3, 32, 32) / 5, normal(4, 16, 32)
 
 
-@pytest.mark.cases(fast=1, slow=3)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_both_orders_have_the_same_products_and_gradients(name):
     loss = lambda w, x: jnp.sum(jnp.square(PROGRAMS[name](w, x)))

@@ -72,7 +72,7 @@ def matmuls(fun, args):
     return found
 
 
-@pytest.mark.cases(fast=1, slow=3)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", sorted(PROGRAMS, key=lambda name: (name != "unet", name)))
 def test_the_short_autocast_has_the_matmuls_of_the_library(short, name, half):

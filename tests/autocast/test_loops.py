@@ -37,7 +37,7 @@ def stops_at_its_own_limit(row, limit):
     )
 
 
-@pytest.mark.cases(fast=1, slow=0)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("order", ["inside", "outside"])
 def test_a_vmapped_while_loop_stops_each_example_at_its_own_limit(order):
     rows = jnp.abs(X) * jnp.sign(W.sum(1))

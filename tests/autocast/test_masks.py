@@ -28,7 +28,7 @@ def attention(masked, q, k, v, keep):
     return jax.nn.softmax(masked(scores, keep), axis=-1) @ v
 
 
-@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.cases(slow=1)
 @each_half
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_of_attention_give_finite_values_and_gradients(mask, half):

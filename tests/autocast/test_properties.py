@@ -14,6 +14,8 @@ from tests.support.small_programs import HALVES, normal, with_jvp, with_vjp
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
+EXAMPLES = hypothesis.settings.default.max_examples // 6  # Four, and 33 before a release.
+
 SIZE, BATCH = 8, 4
 
 
@@ -191,7 +193,7 @@ def assert_close(actual, expected, half, factor):
         np.testing.assert_allclose(a, b, rtol=0, atol=factor * float(jnp.finfo(half).eps) * scale)
 
 
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=EXAMPLES)
 @hypothesis.given(program=programs(), half=st.sampled_from(HALVES))
 def test_a_program_gives_what_float32_gives_in_the_same_dtype(program, half):
     fun = build(program)
@@ -200,14 +202,14 @@ def test_a_program_gives_what_float32_gives_in_the_same_dtype(program, half):
     assert_close(actual, expected, half, factor=12 + 4 * depth(program))
 
 
-@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 3)
+@hypothesis.settings(max_examples=EXAMPLES)
 @hypothesis.given(program=programs(), half=st.sampled_from(HALVES))
 def test_applying_autocast_twice_gives_the_same_jaxpr(program, half):
     once = jmp.autocast(build(program), half)
     assert text(jmp.autocast(once, half), PARAMS, X) == text(once, PARAMS, X)
 
 
-@hypothesis.settings(max_examples=5)
+@hypothesis.settings(max_examples=EXAMPLES)
 @hypothesis.given(program=programs(), half=st.sampled_from(HALVES))
 def test_gradients_in_both_orders_are_those_of_float32(program, half):
     fun = build(program)
@@ -224,7 +226,7 @@ NO_FULL = tuple(name for name in AROUND if name not in ("full precision", "autoc
 NO_SOLVE = tuple(name for name in STEPS if name not in ("linear solve", "kept"))
 
 
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=EXAMPLES)
 @hypothesis.given(program=programs(NO_SOLVE, NO_FULL), half=st.sampled_from(HALVES))
 def test_every_product_is_half_forward_and_backward_in_both_orders(program, half):
     fun = build(program)

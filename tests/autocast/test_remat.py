@@ -145,6 +145,7 @@ def test_gradients_of_loops_are_as_close_as_casts_by_hand(half, name):
     assert 0 < errors(compiled(jmp.autocast(jax.grad(loss), half)), reference) <= allowed
 
 
+@pytest.mark.slow
 @each_half
 def test_rounding_again_changes_no_half_value_and_no_gradient(half):
     """Subnormal, largest and odd numbers, and a gradient that half cannot hold."""

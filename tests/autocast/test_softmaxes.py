@@ -125,7 +125,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=2)
+@pytest.mark.cases(slow=2)
 @each_half
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_softmax_of_half_scores_for_matmuls_alone_is_computed_once(name, half):
@@ -174,6 +174,7 @@ def test_what_is_nearly_a_softmax_has_a_derivative_of_its_own(nearly):
     assert jnp.linalg.norm(found - expected) < 0.05 * jnp.linalg.norm(expected)
 
 
+@pytest.mark.slow
 @each_half
 def test_the_derivative_from_rounded_weights_is_exact_where_one_weight_is_nearly_1(half):
     """Without the division by their sum it would be 16 times as far off: rounded, w near 1 loses 1 - w."""

@@ -87,9 +87,9 @@ def work(fun, *args):
 @pytest.mark.parametrize(
     ("program", "order", "limit"),
     [
-        ("transformer", "inside", 2.2),
         ("pinn", "outside", 1.85),
         ("pinn", "inside", 1.53),
+        ("transformer", "inside", 2.2),
         ("transformer", "outside", 1.75),
     ],
 )

@@ -75,6 +75,7 @@ def test_rules_act_on_nnx_states(view):
     }
 
 
+@pytest.mark.slow
 def test_rules_act_on_equinox_modules():
     model = eqx.nn.MLP(2, 1, 3, depth=2, key=jax.random.key(0))
     policy = jmp.get_policy("f16; layers/0 -> f32; layers/*/bias -> bf16")

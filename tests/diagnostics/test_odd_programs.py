@@ -23,7 +23,7 @@ def half_product(w, x):
     return (x.astype(F16) @ w.astype(F16)).astype(F32)
 
 
-@pytest.mark.cases(fast=2, slow=2)
+@pytest.mark.cases(fast=1, slow=2)
 @tools
 @pytest.mark.parametrize("number", [2.0, {"t": 2.0}], ids=["alone", "in a tree"])
 def test_a_python_number_among_the_parameters(tool, number):

@@ -71,6 +71,7 @@ def test_a_step_is_traced_once(counts):
     assert diagnosis.nonfinite.is_finite
 
 
+@pytest.mark.slow
 def test_an_nnx_module_that_a_call_updates_is_replayed(counts):
     class Model(nnx.Module):
         def __init__(self):

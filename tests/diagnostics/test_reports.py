@@ -37,7 +37,7 @@ def loss_with(constant):
 follows_inf = lambda name: "nonfinite" in name or "doctor" in name
 
 
-@pytest.mark.cases(fast=3, slow=5)
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize(
     ("tool", "divisor"),
     [
@@ -58,7 +58,7 @@ def test_nothing_of_the_users_outlives_a_report(tool, divisor):
     assert not any(isinstance(each, Flow) for each in gc.get_objects())
 
 
-@pytest.mark.cases(fast=5, slow=0)
+@pytest.mark.cases(fast=2, slow=3)
 @tools
 @pytest.mark.parametrize("copied", [lambda report: pickle.loads(pickle.dumps(report)), copy.deepcopy])
 def test_reports_can_be_pickled_and_copied(tool, copied):
@@ -80,6 +80,7 @@ def squares(w, x):
     return jnp.mean(hidden.astype(jnp.float32))
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("tool", [find_nonfinite, functools.partial(doctor, device=None)])
 def test_a_page_marks_where_inf_begins_and_the_line_of_the_edit(tool, tmp_path):
     report = tool(squares)(jnp.full((8, 8), 0.9), jnp.full((4, 8), 10.0))

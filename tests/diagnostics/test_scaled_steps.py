@@ -89,7 +89,7 @@ def checkpointed(params, opt_state, x):
     return step_of(lambda fun, opt_state: scaled(jax.checkpoint(fun), opt_state))(params, opt_state, x)
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     "step",
     [microbatches, shards, checkpointed, step_of(scaled), jax.jit(step_of(scaled))],

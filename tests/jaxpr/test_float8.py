@@ -159,7 +159,7 @@ def test_the_sums_of_the_gradients_ask_for_float32_and_those_of_the_product_do_n
     assert text.count("precision=HIGHEST") == 2
 
 
-@pytest.mark.cases(fast=1, slow=0)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("policy", ["everything_saveable", "dots_saveable", "nothing_saveable"])
 def test_what_a_rematerialization_keeps_is_finite(policy):
     """JAX rounds each kept value by `reduce_precision`. In e4m3 this operation makes NaN of 384."""

@@ -40,7 +40,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=5)
+@pytest.mark.cases(slow=5)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("labels", [LABELS, OUTSIDE], ids=["inside", "outside"])
 @pytest.mark.parametrize("name", LOOKUPS)
@@ -62,6 +62,7 @@ def test_a_lookup_in_rows_of_a_symbolic_length_is_exported(order):
     np.testing.assert_array_equal(exported.call(ROWS, LABELS), jax.grad(fun)(ROWS, LABELS))
 
 
+@pytest.mark.slow
 def test_a_lookup_has_the_second_derivatives_of_jax():
     fun = lambda rows, labels: jnp.sum(jnp.exp(LOOKUPS["the last axis"](rows, labels)))
     ours = jmp.autocast(fun, jnp.bfloat16)

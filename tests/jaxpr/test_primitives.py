@@ -211,6 +211,7 @@ def test_which_numbers_half_holds():
             assert [value for value in values if fits(value, jnp.dtype(half)) is not expected] == []
 
 
+@pytest.mark.slow
 @each_half
 def test_a_product_that_sums_nothing_is_element_wise(half):
     # Rotary embeddings as they are usually written: in bfloat16 position 257 would be 256.

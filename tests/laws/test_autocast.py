@@ -100,7 +100,7 @@ def dtypes(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
-@pytest.mark.cases(fast=5, slow=len(PROGRAMS))
+@pytest.mark.cases(fast=1, slow=len(PROGRAMS) // 2)
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=3)
@@ -126,7 +126,7 @@ def test_each_pair_of_options_has_the_same_products_in_both_orders(program, scop
             check_traces(Case(program, "", scope, (("dtype", "bfloat16"), *pair), "plain", ""))
 
 
-@pytest.mark.cases(slow=len(PROGRAMS) // 2)
+@pytest.mark.cases(slow=len(PROGRAMS) // 4)
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=4)
@@ -151,7 +151,7 @@ def states(plan: Plan) -> Iterator[tuple]:
             yield from states(inner)
 
 
-@pytest.mark.cases(slow=len(PROGRAMS) // 2)
+@pytest.mark.cases(slow=len(PROGRAMS) // 4)
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=4)

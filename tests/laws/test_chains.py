@@ -81,7 +81,7 @@ def loss_of(seed):
     return loss, arguments
 
 
-@pytest.mark.cases(fast=6)
+@pytest.mark.cases(fast=6, slow=6)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("seed", range(48))
 def test_a_chain_that_would_round_more_than_twice_computes_in_float32(seed, half):

@@ -137,7 +137,7 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.cases(fast=2, slow=2)
+@pytest.mark.cases(fast=1, slow=2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_function_of_two_half_values_of_which_one_is_constant(name):
     loss = lambda w: jnp.sum(jnp.sin(ACTIVATIONS[name](X @ w, X @ jnp.flip(W)) @ w))
@@ -146,7 +146,7 @@ def test_a_function_of_two_half_values_of_which_one_is_constant(name):
 
 # In float16. The `tanh` and the sigmoid are in other tests too, and the last three are `elu` and `silu` by
 # other names, and in other numbers.
-@pytest.mark.cases(slow=4)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     "name",
     ["silu", "gelu", "mish", "elu", "relu", "softplus", "log_sigmoid", "tanh", "selu", "celu", "swish"],
@@ -662,7 +662,7 @@ AUX = {
 }
 
 
-@pytest.mark.cases(fast=3, slow=3)
+@pytest.mark.cases(fast=1, slow=3)
 @pytest.mark.parametrize("name", AUX)
 @pytest.mark.parametrize("way", ["plain", "vmap", "grad"])
 def test_the_auxiliary_results_of_a_solver_are_those_of_the_program(name, way):
@@ -683,7 +683,7 @@ def test_the_auxiliary_results_of_a_solver_are_those_of_the_program(name, way):
         np.testing.assert_allclose(ours, plain, rtol=0.02)
 
 
-@pytest.mark.cases(fast=3, slow=3)
+@pytest.mark.cases(fast=1, slow=3)
 @pytest.mark.parametrize("go", [lambda f: f, jax.jit, jax.grad], ids=["", "jit", "grad"])
 @pytest.mark.parametrize("start", [jnp.float32(0), jnp.zeros(8), jnp.int32(0)], ids=str)
 def test_a_mutable_array_that_is_closed_over_is_written_as_in_the_program(start, go):
@@ -758,6 +758,7 @@ REPEATED = {
 }
 
 
+@pytest.mark.cases(fast=8, slow=24)
 @pytest.mark.parametrize("way", REPEATED)
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_product_that_is_only_compared_is_half_in_both_orders(name, way):

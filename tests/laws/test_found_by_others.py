@@ -44,7 +44,7 @@ def test_a_custom_rule_keeps_a_mutable_array(order):
         np.testing.assert_allclose(got, wanted, rtol=0.02, atol=0.02 * float(jnp.abs(wanted).max()))
 
 
-@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.cases(slow=1)
 @each_order
 def test_a_solver_under_strict_promotion(order):
     """JAX's and Equinox's suites forbid implicit promotion; a half right side has a float32 solution."""

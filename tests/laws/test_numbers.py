@@ -47,7 +47,7 @@ def check_bits(case):
                 np.testing.assert_array_equal(found, exact)
 
 
-@pytest.mark.cases(slow=4)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("beside", BESIDE)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=2)
@@ -132,7 +132,7 @@ def test_gradients_have_that_error_under_options_beside_other_dtypes_and_in_ever
     assert max(found.values()) < 1.3, found
 
 
-@pytest.mark.cases(slow=len(PROGRAMS) // 2)
+@pytest.mark.cases(slow=len(PROGRAMS) // 4)
 @pytest.mark.parametrize("program", PROGRAMS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=1)

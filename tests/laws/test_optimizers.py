@@ -113,7 +113,7 @@ def steps(tx, params, gradients):
         yield params, state
 
 
-@pytest.mark.cases(slow=len(OPTIMIZERS) // 2)
+@pytest.mark.cases(slow=len(OPTIMIZERS) // 4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=2)
@@ -131,7 +131,7 @@ def test_a_skipped_step_changes_nothing(name, data):
     assert now <= before if options["loss_scale"] != jmp.DynamicLossScale(2.0**10) else now < before
 
 
-@pytest.mark.cases(slow=len(OPTIMIZERS) // 2)
+@pytest.mark.cases(slow=len(OPTIMIZERS) // 4)
 @pytest.mark.parametrize("name", [*OPTIMIZERS][::-1])  # Those that the test above leaves out first.
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=2)

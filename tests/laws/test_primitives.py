@@ -116,7 +116,7 @@ def errors(magnitude, order, half):
     }
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("order", ORDERS)

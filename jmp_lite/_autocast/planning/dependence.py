@@ -84,8 +84,8 @@ class Dependence(abc.ABC):
 
         `held` says what the variables around the call hold of a loop.
         """
-        # The carry of a loop is flagged too if the next iteration computes something flagged from it. Flags
-        # are only added, so this ends.
+        # The carry of a loop is flagged too if the next iteration computes something flagged from it. Each
+        # pass but the last flags a further carry, so there is at most one pass more than there are carries.
         flagged = {index for index, is_flagged in enumerate(results) if is_flagged}
         held_inside = self.loops.inside(op, held, results)
         while True:
@@ -273,6 +273,7 @@ class Tangents:
             return not is_literal(var) and var in found
 
         known = {index for index, var in enumerate(op.equation.invars) if is_found(var)}
+        # Each pass but the last flags a further carry, so this ends as in `Dependence.outputs`.
         while True:
             inputs = [tuple(index in known for index in inner.operands) for inner in op.inner]
             if op.name not in LOOPS:

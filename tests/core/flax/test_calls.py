@@ -111,6 +111,7 @@ def test_indices_without_a_batch_are_shared_by_the_batch(shape, is_shared):
     assert _is_shared(jnp.zeros(shape, jnp.int32)) is is_shared
 
 
+@pytest.mark.slow
 @each_library
 def test_a_carry_that_is_handed_in_is_not_rounded(library):
     x = SEQUENCE[:, 0]

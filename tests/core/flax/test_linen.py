@@ -58,6 +58,7 @@ def test_parameters_keep_their_paths_values_and_dtype(model, x):
     assert jax.tree.map(lambda x: x.dtype, wrapped) == jax.tree.map(lambda x: x.dtype, plain)
 
 
+@pytest.mark.slow
 def test_param_dtype_of_the_policy_is_that_of_the_initial_parameters():
     variables = with_policy(ConvNet(), jmp.get_policy("O2")).init(jax.random.key(0), IMAGES, train=False)
     dtypes = jax.tree.map(lambda leaf: leaf.dtype.name, variables)

@@ -90,6 +90,7 @@ def test_lifted_modules_run_under_the_policy(lift):
     assert set(full) == {("float32", "float32")}  # Nothing of the policy is left behind.
 
 
+@pytest.mark.slow
 def test_each_policy_has_a_trace_of_its_own_under_the_jit_of_flax():
     @nn.jit
     class Model(nn.Module):
@@ -320,6 +321,7 @@ class Scopes(nn.Module):
         return self.down(self.up(x))
 
 
+@pytest.mark.slow
 def test_compact_name_scopes_at_the_root():
     plain = Scopes().init(jax.random.key(0), SEQUENCE)
     model = with_policy(Scopes(), F16.with_rules({"up": "float32"}))

@@ -220,6 +220,7 @@ def test_an_attribute_policy_of_the_model_stays():
     assert model(SEQUENCE).shape == (4, 9, 2)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_repeated_in_float32_between_layers_counts_once():
     class Counts(nnx.Module):
         def __init__(self):
@@ -285,6 +286,23 @@ def test_modules_that_rewrite_parameters_see_them_unrounded():
     kernel, expected = model.layer_instance.kernel[...], plain.layer_instance.kernel[...]
     assert kernel.dtype == jnp.float32
     np.testing.assert_array_equal(kernel, expected)
+
+
+def test_a_dict_of_parameters_keeps_its_entries():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.weights = nnx.Dict(
+                {"first": nnx.Param(jnp.ones((6, 6))), "second": nnx.Param(jnp.ones((6, 6)))}
+            )
+
+        def __call__(self, x):
+            for w in self.weights.values():
+                x = x.astype(w.dtype) @ w
+            return x
+
+    model = with_policy(Model(), BF16)
+    assert set(model.weights) == {"first", "second"}
+    assert products(model, SEQUENCE) == [("bfloat16", "bfloat16")] * 2
 
 
 def test_methods_under_nnx_jit_run_under_the_policy():

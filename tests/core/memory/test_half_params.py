@@ -109,6 +109,7 @@ def test_float32_and_other_parameters_have_no_master():
     assert len(jax.tree.leaves(masters)) == 1
 
 
+@pytest.mark.slow
 def test_a_zero_update_leaves_all_bits_of_every_half_number():
     for dtype in HALF:
         params = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(np.dtype(dtype)))
@@ -121,7 +122,7 @@ def test_a_zero_update_leaves_all_bits_of_every_half_number():
         assert bits(after) == bits(params)
 
 
-@pytest.mark.cases(fast=1, slow=0)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_loss_scale_may_be_inside_or_outside(inside):
     adam = optax.adam(1e-3)
@@ -211,6 +212,7 @@ def test_a_parameter_beyond_the_largest_half_number_stays_at_it_and_comes_back(d
     assert seen[1] == [seen[1][0], -seen[1][0], 1]
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_parameter_that_shrinks_a_lot_in_one_step_is_as_exact_as_in_float32(dtype):
     params = jnp.asarray([30000.0, 30000.0], dtype)

@@ -55,6 +55,7 @@ def test_patterns_choose_what_stays_float32(patterns, kept):
         assert wide == kept
 
 
+@pytest.mark.slow
 def test_an_update_is_that_of_the_widened_state_which_is_then_rounded():
     params, tx = make_params(), jmp.with_half_state(optax.adam(1e-2), stochastic_rounding=False)
     plain, state = optax.adam(1e-2), tx.init(params)
@@ -95,6 +96,7 @@ def test_the_second_moment_decays_unless_rounding_to_nearest_is_asked_for():
     assert decayed.std() > 0
 
 
+@pytest.mark.slow
 def test_moments_that_take_the_dtype_of_half_parameters_decay_too():
     """Adafactor rounds its moments to the dtype of the parameters, to nearest, also that of a scalar."""
     tx = jmp.with_half_state(

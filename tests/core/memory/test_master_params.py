@@ -66,6 +66,7 @@ def test_masters_from_an_array_on_one_device_are_as_free_as_those_before(trained
     assert bits(again) == bits((opt_state, params))
 
 
+@pytest.mark.slow
 def test_flax_serialization_and_a_train_state_keep_all(trained):
     from flax import serialization
     from flax.training.train_state import TrainState

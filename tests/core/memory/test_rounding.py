@@ -123,6 +123,7 @@ def test_the_same_key_gives_the_same_result_and_another_key_another_one():
     assert 0.25 < float(jnp.mean(first != ROUND["bfloat16"](x, 1))) < 0.5  # 2 * 1/4 * 3/4 = 0.375.
 
 
+@pytest.mark.slow
 def test_a_raw_key_of_either_generator_is_the_key():
     x = jnp.full(1000, 1 + 2.0**-9)
     for name in ("threefry2x32", "rbg"):
@@ -155,6 +156,7 @@ def test_the_bits_are_fair_and_those_of_steps_leaves_and_neighbours_do_not_depen
     assert abs(apart.std() * np.sqrt(count) - 1) < 0.05
 
 
+@pytest.mark.slow
 def test_the_bits_of_an_array_do_not_depend_on_its_sharding():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     by_both = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b"))
@@ -173,6 +175,7 @@ def test_the_bits_of_an_array_do_not_depend_on_its_sharding():
 UPDATE = jax.jit(lambda old, new: old + update_to(old, new))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF)
 @given(old=PATTERNS, new=PATTERNS)
 def test_the_update_gives_the_new_number_up_to_a_unit_in_the_last_place_of_float32(dtype, old, new):

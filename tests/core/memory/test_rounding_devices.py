@@ -49,7 +49,7 @@ def equal_shards(split):
     return sum(np.array_equal(a, b) for i, a in enumerate(shards) for b in shards[:i])
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ROUNDING)
 def test_shards_of_equal_values_round_alike_without_axis_name_and_apart_with_it(rounding):
     alike, _ = changed(ROUNDING[rounding](), False)
@@ -122,7 +122,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=9)
+@pytest.mark.cases(slow=9)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_explicit_axes_need_no_mesh_that_is_set(name):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)

@@ -145,6 +145,7 @@ def test_all_finite_is_one_boolean_of_all_leaves():
         assert (check(None).shape, check(None).dtype) == ((0,), np.bool_)
 
 
+@pytest.mark.slow
 def test_all_members_of_a_named_axis_agree():
     x = jnp.ones((8, 2)).at[3, 0].set(np.nan)
     alone = jax.vmap(jmp_lite.all_finite)(x)
@@ -219,6 +220,7 @@ def test_each_member_of_a_batch_has_its_own_flags():
             assert check(trees).tolist() == want.tolist()
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_it_may_be_asked_of_values_that_are_being_differentiated(jit):
     def loss_fn(params):

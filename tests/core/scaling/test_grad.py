@@ -156,6 +156,7 @@ def test_integer_parameters_pass_through_with_allow_int(scale):
     assert (grads["n"].dtype, grads["n"].shape) == (jax.dtypes.float0, (2,))
 
 
+@pytest.mark.slow
 def test_nnx_models_are_differentiated():
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0), param_dtype=jnp.float16)
     x = jnp.asarray(X)[None]

@@ -149,6 +149,7 @@ def test_trees_keyword_arguments_integers_and_arrays_from_outside():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_those_of_the_layer():
     fun = lambda x: jnp.sin(x) * x
     second = jax.grad(lambda x: jax.grad(jmp.with_layer_loss_scale(fun))(x) * 3)

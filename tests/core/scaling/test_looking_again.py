@@ -77,7 +77,7 @@ def again_step(tx, takes):
     return jax.jit(step)
 
 
-@pytest.mark.cases(fast=1, slow=3)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("name", AGAIN)
 def test_a_skipped_step_changes_nothing_and_no_parameter_becomes_nan(name):
     inner, takes = AGAIN[name]

@@ -80,6 +80,7 @@ def test_leaves_are_the_scale_and_the_counter_with_hysteresis_off():
     assert [float(leaf) for leaf in jax.tree.leaves(jmp_lite.StaticLossScale(8.0))] == [8.0]
 
 
+@pytest.mark.slow
 def test_mapping_to_axes_specs_zeros_and_shapes_runs_no_check():
     scale = jmp_lite.DynamicLossScale(8.0, hysteresis=1)
     batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), scale)

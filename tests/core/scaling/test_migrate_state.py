@@ -96,7 +96,7 @@ def stateless(index):
 EACH = [*WRAPPED, *range(5)]
 
 
-@pytest.mark.cases(fast=4, slow=4)
+@pytest.mark.cases(fast=1, slow=4)
 @pytest.mark.parametrize("wrapped", EACH)
 @pytest.mark.parametrize("form", ["flax", "orbax", "live", "numpy", "pickled"])
 def test_the_same_settings_give_the_same_bits(form, wrapped, tmp_path):
@@ -132,7 +132,7 @@ CHANGES += [change for pair in itertools.pairwise(NAMES[1:]) for change in (pair
 CHANGES += [pair for pair in itertools.product(NAMES, NAMES) if pair not in CHANGES]
 
 
-@pytest.mark.cases(fast=23, slow=3)
+@pytest.mark.cases(fast=8, slow=18)
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 @pytest.mark.parametrize("form", ["live", "flax", "orbax"])
 def test_further_wrappers_give_their_dtypes_to_the_old_values_and_others_are_refused(
@@ -162,6 +162,7 @@ def test_further_wrappers_give_their_dtypes_to_the_old_values_and_others_are_ref
     assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_half_of_an_optimizer_may_have_wrappers_of_its_own():
     labels = {"w": "a", "layers": ["b", "b"]}
     plain = optax.multi_transform({"a": ADAM, "b": optax.sgd(0.1, momentum=0.9)}, labels)
@@ -279,6 +280,7 @@ def test_an_nnx_optimizer_goes_on():
 # Arrays
 
 
+@pytest.mark.slow
 def test_arrays_are_copies_on_the_devices_of_the_parameters():
     tx = jmp.with_loss_scale(ADAM)
     _, old = train(tx)

@@ -88,6 +88,7 @@ def test_one_bad_element_skips_the_step_and_names_its_leaf(index, value, where):
     assert float(jmp.get_loss_scale(state_after).loss_scale) == 2.0**14
 
 
+@pytest.mark.slow
 def test_gradients_with_squares_beyond_float32_are_skipped_only_with_a_clip():
     params = make_tree()
     for size, finite in [(1e18, True), (1e25, False), (3e38, False)]:
@@ -111,6 +112,7 @@ def test_a_norm_that_overflows_though_no_leaf_does_is_reported():
         jmp.raise_if_stuck(state, 1)
 
 
+@pytest.mark.slow
 def test_gradients_in_half_are_squared_in_float32():
     tx = jmp.skip_nonfinite(optax.sgd(1.0), clip_norm=1.0)
     grads = make_tree(float(jnp.finfo(jnp.float16).max) / 2, jnp.float16)

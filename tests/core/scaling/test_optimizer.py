@@ -184,7 +184,7 @@ def selecting_step(tx):
     return step
 
 
-@pytest.mark.cases(fast=1, slow=0)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_what_is_chained_after_acts_on_a_skipped_step_and_selecting_stops_it(name):
     tx = optax.chain(jmp.with_loss_scale(optax.adam(1e-2)), OUTSIDE[name])

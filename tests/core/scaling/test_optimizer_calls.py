@@ -32,6 +32,7 @@ def test_extra_arguments_reach_the_inner_transform():
     assert float(state[0].inner_state[0]) == 7.0
 
 
+@pytest.mark.slow
 def test_extra_arguments_reach_the_optimizer_of_an_accumulation():
     plateau = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     accumulation = optax.MultiSteps(plateau, 2)

@@ -44,7 +44,7 @@ assert not any(name.startswith("jmp_lite.linen") for name in __import__("sys").m
 IMPORTS = ["import jmp_lite as jmp", "from flax import serialization"]
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.exhaustive  # The next test imports Flax later still.
 @pytest.mark.parametrize("order", [IMPORTS, IMPORTS[::-1]], ids=["jmp_lite first", "flax first"])
 def test_a_state_is_saved_whatever_was_imported_first(order):
     script = SCRIPT.format(first=order[0], second=order[1])

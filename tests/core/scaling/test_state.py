@@ -257,6 +257,7 @@ def test_limits_out_of_range_are_an_error(limits, message):
         jmp.raise_if_stuck(after([1]), **limits)
 
 
+@pytest.mark.slow
 def test_each_member_of_a_batched_state_is_judged():
     tx = jmp.with_loss_scale(optax.sgd(1.0))
     params = jnp.ones((2, 3))

@@ -18,7 +18,7 @@ MANY_TRIALS = (
 
 
 def cases(runs):
-    """Of three named kinds of faults one is fast, one slow and one exhaustive. Those of many trials are slow.
+    """Of nine named kinds of faults one is fast and three are exhaustive. The others are slow.
 
     Those after public issues, and every second one with remedies of its own, are exhaustive.
     """
@@ -27,7 +27,7 @@ def cases(runs):
     def marks(run):
         if run.source or run in REMEDIED[1::2] or run in named[2::3]:
             return [pytest.mark.exhaustive]
-        return [] if run in named[::3] else [pytest.mark.slow]
+        return [] if run in named[::9] else [pytest.mark.slow]
 
     return [pytest.param(run, marks=marks(run), id=run.name) for run in runs]
 
@@ -98,7 +98,7 @@ def test_doctor_names_an_overflow_that_ends_in_finite_numbers(run):
     assert any(line in finding.where for line in run.lines)
 
 
-@pytest.mark.cases(fast=1, slow=3)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("run", cases((*LOST, *OFF)))
 def test_doctor_names_what_a_step_loses(run):
     (finding,) = (

@@ -18,6 +18,7 @@ from tests.support.policies import F16
 # Broken runs.
 
 
+@pytest.mark.slow
 def test_a_mask_that_only_a_softmax_reads_is_harmless():
     def loss(w, x):
         scores = jnp.where(jnp.tri(3, dtype=bool), x @ w @ x.T, -jnp.inf)
@@ -236,6 +237,7 @@ def test_errors_say_what_was_given():
         find_nonfinite(lambda w: w)(w)
 
 
+@pytest.mark.slow
 def test_a_cause_in_the_forward_pass_stands_before_one_in_the_backward_pass():
     """log(softmax(x)) is -inf; its derivative is 0 / 0, which does not come from that inf."""
 

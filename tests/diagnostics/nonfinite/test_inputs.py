@@ -74,6 +74,7 @@ def test_a_loss_that_is_a_constant():
     assert (report.loss, report.is_finite, report.gradients) == (3.0, True, ())
 
 
+@pytest.mark.slow
 def test_a_loss_in_half_carries_the_scale_in_half():
     loss = lambda w, x: jnp.mean((x @ w).astype(jnp.float16))
     report = checked_report(loss, w, x, scale=2.0**16)

@@ -43,6 +43,7 @@ def test_the_number_is_that_of_the_source_and_float32_is_finite(divided, number)
     assert said.endswith(" is 0 in float16.")
 
 
+@pytest.mark.slow
 def test_a_number_that_is_not_in_the_source_is_not_said():
     def with_an_argument(v, eps):
         return v / (norm(v) + eps)
@@ -52,6 +53,7 @@ def test_a_number_that_is_not_in_the_source_is_not_said():
     assert report.remedies
 
 
+@pytest.mark.slow
 def test_the_zero_of_a_python_sum_is_no_number():
     def loss(w, x):
         total = sum([(x * w).astype(F16)[:, n] for n in range(4)])

@@ -44,6 +44,7 @@ def test_next_to_an_optimum_the_gradient_is_rounding_error_and_no_rule_helps(fun
     assert report.advice() == "No rule helps: in bfloat16 this gradient is mostly rounding error."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distance", [1e-2, 1.0])
 def test_further_away_it_is_not(distance):
     assert of_precision(jmp.autocast(loss, "bfloat16"), *near(distance)) == []

@@ -96,6 +96,7 @@ def test_a_teacher_that_bfloat16_shrinks():
     assert "pass these arguments in float32: teacher" in fault.advice
 
 
+@pytest.mark.slow
 def test_a_best_loss_that_starts_as_inf_is_no_fault():
     def step(state, x):
         loss = jnp.mean((state["w"].astype(BF16) * x.astype(BF16)).astype(F32) ** 2)

@@ -116,6 +116,7 @@ def test_an_operand_that_overflows_as_autocast_casts_it_is_counted():
     assert "no loss scale helps: /." in str(report)
 
 
+@pytest.mark.slow
 def test_what_a_half_product_of_the_program_flushes_is_counted():
     half = lambda array: array.astype(jnp.float16)
     fun = lambda w, x: jnp.sum((half(x) @ half(w)).astype(jnp.float32))

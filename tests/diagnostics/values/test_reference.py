@@ -54,7 +54,7 @@ def assert_equal(results, expected, **tolerance):
         np.testing.assert_allclose(np.asarray(result, np.float64), np.asarray(value, np.float64), **tolerance)
 
 
-@pytest.mark.cases(fast=5, slow=9)
+@pytest.mark.cases(fast=2, slow=9)
 @pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"custom_linear_solve", "inlined"}))
 def test_every_call_runs_in_float32_or_as_the_program_has_it(name):
     fun = FUNCTIONS[name]
@@ -76,7 +76,7 @@ def test_a_linear_solve_runs_its_solver():
     assert_equal(run(jaxpr, (X, W)), jnp.sin(X[0]), rtol=1e-6)
 
 
-@pytest.mark.cases(fast=5, slow=9)
+@pytest.mark.cases(fast=2, slow=9)
 @pytest.mark.parametrize(
     "fun",
     [
