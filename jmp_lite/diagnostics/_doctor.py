@@ -278,8 +278,8 @@ def doctor(
             of casts by hand if that is more.
 
     Returns:
-        A function of the arguments of `fun` that returns a `Diagnosis`. Call it outside `jit`. It takes a
-        minute or more: each part compiles programs of its own.
+        A function of the arguments of `fun` that returns a `Diagnosis`. Call it outside `jit`. It takes
+        seconds for a small model and minutes for a large one: each part compiles programs of its own.
 
     Raises:
         TypeError: `fun` is not a function; the loss is not a floating scalar; `loss_scale` is not a loss
