@@ -253,9 +253,8 @@ def settings_of(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Rules] | N
     code, *settings = getattr(fun, "_autocast", (None,))
     if code is None:
         return None
-    if code != getattr(
-        fun, "__code__", None
-    ):  # A wrapper around it, such as that of jax.grad, copies its attributes.
+    # A wrapper around it, such as that of jax.grad, copies its attributes.
+    if code != getattr(fun, "__code__", None):
         raise TypeError(
             f"{fun!r} is a transform of a function that autocast returned. Give the function within, as in "
             "explain(autocast(loss_fn))(params, batch). To see the backward pass as well, put autocast "

@@ -224,7 +224,7 @@ def of_accuracy(nonfinite: NonfiniteReport | None, precision: PrecisionReport) -
             return max(getattr(row.own, measure), leaf(row.own))
 
         def name(row):
-            return "what is outside of all modules" if row.module == "/" else row.module
+            return "operations outside of all modules" if row.module == "/" else row.module
 
         where = [f"    The relative error of the {measure} if only this is in half:"]
         for row in precision.modules[:4]:
@@ -260,7 +260,16 @@ def _scale_finding(precision: PrecisionReport) -> Finding:
 
 def of_operations(report: AutocastReport) -> Iterator[Finding]:
     total = sum(operation.flops for operation in report.operations) or 1
-    # One finding for all products with the same fault and the same advice.
+    for (what, advice), products in _slow_products(report).items():
+        share = sum(product.flops for product in products) / total
+        where = dict.fromkeys(f"{each.module or '/'}, {each.source}" for each in products[:3])
+        count = f"{plural(len(products), 'matmul')}, {share:.0%} of the FLOPs, {what}"
+        if share >= _LEAST_SHARE:
+            yield Finding("speed", count, ", ".join(where), advice)
+
+
+def _slow_products(report: AutocastReport) -> dict[tuple[str, str], list[AutocastOperation]]:
+    """Returns the products with the same fault and the same advice, by both."""
     slow: dict[tuple[str, str], list[AutocastOperation]] = collections.defaultdict(list)
     for product in filter(_is_of_user, report.in_float32()):
         dtype = max((each.dtype for each in product.operands), key=lambda dtype: dtype.itemsize).name
@@ -273,12 +282,7 @@ def of_operations(report: AutocastReport) -> Iterator[Finding]:
     for products in sizes.values():
         advice = dict.fromkeys(part for each in products for part in each.advice.split("; "))
         slow["of a size that Tensor Cores run slowly.", "; ".join(advice)] += products
-    for (what, advice), products in slow.items():
-        share = sum(product.flops for product in products) / total
-        where = dict.fromkeys(f"{each.module or '/'}, {each.source}" for each in products[:3])
-        count = f"{plural(len(products), 'matmul')}, {share:.0%} of the FLOPs, {what}"
-        if share >= _LEAST_SHARE:
-            yield Finding("speed", count, ", ".join(where), advice)
+    return slow
 
 
 def _is_of_user(operation: AutocastOperation) -> bool:

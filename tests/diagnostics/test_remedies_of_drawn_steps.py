@@ -121,7 +121,7 @@ def test_each_remedy_of_a_step_trains_as_in_float32(seed):
     exact = step.moved(step.function(lambda _, line: line.replace("F16", "F32")))
     before = list(errors(step.moved(step.function()), exact))
     faults = page_of(step)
-    # What is right has no finding, and what is lost has one.
+    # A right step gets no finding, and a step that loses updates gets one.
     if max(off for _, off in before) < 0.05:
         assert faults == []
     if max(lost for lost, _ in before) > 0.5:

@@ -147,8 +147,8 @@ def readers_of(inside: Jaxpr, ops: Sequence[Op]) -> Readers:
 class ReadJaxprs:
     """The operations of jaxprs and their readers. Each jaxpr is read once, and is kept alive."""
 
-    # The keys here, and of what is made of the operations, are ids of jaxprs. Python gives the id of an
-    # object that is gone to a new one.
+    # Jaxprs are found by their ids, here and in `DemandWalk`. Python may give the id of a dropped jaxpr to
+    # a new one, so none of them is dropped.
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._read: dict[int, tuple[Jaxpr, tuple[Op, ...], Readers]] = {}

@@ -28,9 +28,9 @@ class Module:
     is_argument: bool = False  # Whether it is an argument in half, and all that is computed from it in half.
     carries: tuple[str, ...] = ()  # The lines of the loops whose half carries come from it.
     autocast: str = ""  # The scope of the casts that an autocast inside of the function makes.
-    is_gradient: bool = False  # Whether it is the gradients in half that its line computes with.
-    # For gradients in half, the names of the sources of what was differentiated: the gradients are half if
-    # one of these is.
+    is_gradient: bool = False  # Whether the edit casts the half gradients that its line computes with.
+    # For half gradients, the names of the sources of the differentiated values: if one of these is half, so
+    # are the gradients.
     one_of: frozenset[str] = frozenset()
 
     @property

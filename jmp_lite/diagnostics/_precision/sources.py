@@ -113,11 +113,7 @@ class _Search(Forward[_Origin]):
         line = next(filter(None, map(line_of, (equation, *reversed(self.calls)))), "")
         is_cast, gives_half = equation.primitive.name == "convert_element_type", _gives_half(equation)
         stage = self._stage(equation)
-        halves = [o for o, var in zip(operands, equation.invars) if is_narrow(var)]
-        if stage is Stage.FORWARD:
-            self._differentiated |= _joined(o for o in halves if o.stage is Stage.OUTSIDE)
-        if stage is Stage.OUTSIDE and any(o.stage is Stage.BACKWARD for o in halves):
-            operands = [self._gradient(o, equation, line) for o in operands]
+        operands = self._across_gradient(equation, operands, stage, line)
         if is_cast and not gives_half and is_narrow(equation.invars[0]):
             self._widened[line] |= operands[0].sources
         # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
@@ -130,6 +126,17 @@ class _Search(Forward[_Origin]):
         lines = ("" if is_narrow(var) else line for var in equation.outvars)
         return [_Origin(sources, own, is_fixed, stage) for own in lines]
 
+    def _across_gradient(
+        self, equation: Equation, operands: list[_Origin], stage: Stage, line: str
+    ) -> list[_Origin]:
+        """Notes half values that enter a gradient; returns the operands, with the gradients among them."""
+        halves = [o for o, var in zip(operands, equation.invars) if is_narrow(var)]
+        if stage is Stage.FORWARD:
+            self._differentiated |= _joined(o for o in halves if o.stage is Stage.OUTSIDE)
+        if stage is Stage.OUTSIDE and any(o.stage is Stage.BACKWARD for o in halves):
+            return [self._gradient(o, equation, line) for o in operands]
+        return operands
+
     def _stage(self, equation: Equation) -> Stage:
         every = (*self.calls, equation)
         if any(map(is_transposed, every)):
@@ -140,7 +147,7 @@ class _Search(Forward[_Origin]):
         """Returns the origin of an operand that may be a gradient, in an equation outside of the gradient."""
         if origin.stage is not Stage.BACKWARD or not self._differentiated:
             return origin
-        # A gradient has the dtype of what was differentiated, whatever else the backward pass computes with.
+        # A gradient has the dtype of the value that was differentiated.
         self.returned.add(id(equation))
         names = frozenset(source.name for source in self._differentiated)
         sources = {Module(f"the gradients of {', '.join(sorted(names))}", "", one_of=names)}

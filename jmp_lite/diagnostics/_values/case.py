@@ -84,7 +84,7 @@ class Case:
         return {name: leaf for name, leaf in named if isinstance(leaf, float)}
 
     def exact(self, states: Collection[str]) -> list[str]:
-        """Returns the arguments in half but for some states: nothing is known of how they were rounded."""
+        """Returns the half arguments but for states. How they were rounded before the call is unknown."""
         named = zip(self.traced.names, self.traced.arrays, strict=True)
         halves = (name for name, array in named if is_narrow(array) and name not in states)
         names = dict.fromkeys(name.split("/")[0] for name in halves)

@@ -55,7 +55,7 @@ def test_statistics_of_the_users_own_get_no_advice_about_optimizers():
     diagnosis = doctor(step, value_and_grad_fn=None, device=None)(*args)
     (fault,) = diagnosis.findings
     assert fault.advice == "To mend it: pass these arguments in float32: stats. Then it trains as in float32."
-    assert "Not examined" not in str(diagnosis)  # Its rounding is what was found.
+    assert "Not examined" not in str(diagnosis)  # The finding is about its rounding.
 
 
 @pytest.mark.slow
