@@ -36,6 +36,7 @@ from ._nonfinite.find import find
 from ._nonfinite.report import NonfiniteReport
 from ._precision.compare import check_tolerance, report_of
 from ._precision.judge import Judge
+from ._precision.remedies import few_edits, words_for
 from ._precision.report import HARM, PrecisionReport
 from ._precision.runs import Runs
 from ._values.case import Case, tool
@@ -174,8 +175,15 @@ class Diagnosis(Shown):
         precision = self.precision
         if precision is None or not precision.is_close or not precision.half.loss > HARM:
             return ""
-        half, full, error = self._runs.half_loss, self._runs.loss, precision.half.gradients
-        return f"The loss is {half:.3g}, and {full:.3g} in float32; its gradients are {error:.1%} off."
+        runs, off = self._runs, precision.half.gradients
+        what = f"The loss is {runs.half_loss:.3g}, and {runs.loss:.3g} in float32"
+        what += f"; its gradients are {off:.1%} off."
+        kept = few_edits(runs, lambda kept: runs.keeping(kept).loss, HARM)
+        if not kept:
+            return what
+        return (
+            f"{what} To mend the loss: {words_for(runs, kept)}. Then it is {runs.keeping(kept).loss:.1%} off."
+        )
 
     @functools.cached_property
     def _is_cut(self) -> bool:

@@ -63,21 +63,31 @@ def test_what_a_step_changes_in_place_is_named_as_not_examined():
     )
 
 
-def test_the_page_says_how_wrong_a_loss_is_whose_gradients_are_right():
+def test_the_page_says_how_wrong_a_loss_is_whose_gradients_are_right_and_what_mends_it():
     """The distance of BYOL: 2 - 2 cos near 0, of cosines that bfloat16 rounds to 1."""
     w, x = normal(1, 16, 8, scale=0.3), normal(0, 64, 16)
     near = x + 0.03 * normal(2, 64, 16)
     unit = lambda y: y / jnp.linalg.norm(y, axis=-1, keepdims=True)
 
-    def loss(w):
-        one, other = (unit(each @ w).astype(jnp.bfloat16) for each in (x, near))
-        return (2 - 2 * jnp.einsum("bd,bd->b", one, lax.stop_gradient(other))).astype(jnp.float32).mean()
+    def loss(w, one_dtype=jnp.bfloat16, other_dtype=jnp.bfloat16):
+        one, other = (unit(each @ w) for each in (x, near))
+        one = one.astype(one_dtype)
+        other = lax.stop_gradient(other).astype(other_dtype)
+        return (2 - 2 * jnp.einsum("bd,bd->b", one, other)).astype(jnp.float32).mean()
 
     said = " ".join(str(doctor(loss, device=None)(w)).split())
     numbers = re.search(r"The loss is (\S+), and (\S+) in float32; its gradients are (\S+)% off", said)
     half, full, error = map(float, numbers.groups())
     assert abs(half - full) > 0.1 * full
     assert 0 < error < 10
+    lines, left = re.search(
+        r"To mend the loss: use float32 instead of bfloat16 on (.+)\. Then it is (\S+)% off", said
+    ).groups()
+    edited = {int(line) - loss.__code__.co_firstlineno for line in re.findall(r"\.py:(\d+):", lines)}
+    assert edited
+    assert edited <= {2, 3}
+    dtypes = (jnp.float32 if line in edited else jnp.bfloat16 for line in (2, 3))
+    assert abs(loss(w, *dtypes) - full) / full == pytest.approx(float(left) / 100, abs=5e-3)
 
 
 def faulty(params, x):

@@ -35,9 +35,9 @@ def fewest(modules: Sequence[M], error: Callable[[Sequence[M]], Any], tolerance:
         return is_enough(in_order(others[:count]))
 
     kept = in_order(others[: bisect.bisect_left(range(len(others)), True, key=enough_with)])
-    while True:  # Without one module, another that was needed before may not be.
+    while True:  # Without one module, another that was needed before may not be: also one of `needed`.
         for module in reversed(kept):
-            if module not in needed and is_enough(without(kept, module)):
+            if len(kept) < len(modules) and is_enough(without(kept, module)):
                 kept = without(kept, module)
                 break
         else:

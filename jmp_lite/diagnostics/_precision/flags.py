@@ -126,7 +126,12 @@ class FlaggedProgram:
     @property
     def edits(self) -> tuple[Module, ...]:
         """The groups that a user can write into the program, to compute them and nothing else in float32."""
-        return tuple(group for group in (*self.modules, *self._sources) if group.is_edit)
+        groups = [group for group in (*self.modules, *self._sources) if group.is_edit]
+        # A step may widen a state before it computes with it, so that nothing in half comes from it.
+        found, program = {group.name for group in groups}, self._program
+        halves = (program.names[n] for n in self.state.values() if is_narrow(program.arrays[n]))
+        states = dict.fromkeys(name.split("/")[0] for name in halves)
+        return (*groups, *(Module(name, "", is_argument=True) for name in states if name not in found))
 
     def groups_on(self, line: str) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""
@@ -151,8 +156,16 @@ class FlaggedProgram:
 
     def by_hand(self, nudges: Iterable[float], dtype: Any = None) -> Iterator[list[Array]]:
         """Yields the outputs with casts by hand around each matmul, and everything else in float32."""
-        run = self._compiled(Reference({}, self._numbers, by_hand=self.dtype if dtype is None else dtype))
+        run = self._by_hand(self.dtype if dtype is None else dtype)
         return (run(self.arrays(1.0, nudge))[: self.floating] for nudge in nudges)
+
+    @property
+    def step_by_hand(self) -> Callable[[list[Array]], list[Array]]:
+        """The step with casts by hand: a function of arrays such as `arrays()`, with all results."""
+        return self._by_hand(self.dtype)
+
+    def _by_hand(self, dtype: Any) -> Callable[[list[Array]], list[Array]]:
+        return self._compiled(Reference({}, self._numbers, by_hand=dtype))
 
     def _compiled(self, reference: Reference) -> Callable[[list[Array]], list[Array]]:
         return jax.jit(functools.partial(reference.run, self._program.jaxpr), compiler_options=EVERY_CAST)

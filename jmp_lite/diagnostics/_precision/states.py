@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeAlias
 
 import jax
@@ -23,6 +23,8 @@ STEPS = 20
 _UNITS = 4
 _SHARE = 0.1  # Of the elements that float32 moves: so many may stay where they are.
 _LEAST = 0.5  # A state that comes less than half as far as in float32 loses its updates.
+# A float32 state that ends so far off, relative to its movement, is wrong if other roundings change it less.
+_OFF = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,22 +104,55 @@ class States:
             elif in_half and error > 1:
                 what = f"{name} in {dtype} ends {times(error)} as far from float32 as it moves there {_ON}."
                 yield Wrong(what, error, name, in_half)
+            elif error > _OFF and self._of_other_roundings[number] <= HARM:
+                what = f"{name} ends {times(error)} as far from float32 as it moves there {_ON}."
+                yield Wrong(what, error, name)
+
+    @functools.cached_property
+    def _of_other_roundings(self) -> dict[int, float]:
+        """The larger error of each state: with casts by hand, or from parameters that are rounded."""
+        # Adam moves each element by the size of the learning rate, also one whose gradient is rounding error.
+        # So a large error says little where casts by hand, or the last digits of half, cause one as well.
+        near = self._program.arrays(1.0, float(jnp.finfo(self._program.dtype).eps))
+        by_hand = self._repeat(self._program.step_by_hand, self._start)[1]
+        nudged = self._repeat(functools.partial(self._program.run, half=None), near)[1]
+        errors = {}
+        for number, full, hand, other in zip(self._floating, self._in_float32[1], by_hand, nudged):
+            index = self._state[number]
+            start, dtype = self._start[index], self._program.argument(index)[1]
+            if jnp.issubdtype(start.dtype, jnp.inexact):
+                ends = (hand, other - near[index] + start)
+                eps = jnp.finfo(dtype).eps
+                errors[number] = max(float(_compared(start, full, end, eps)[-1]) for end in ends)
+        return errors
 
     def _run(self, kept: Collection[Module] | None) -> Trained:
         """Returns what a step computes with some modules in float32; None for everything in float32."""
         half = None if kept is None else self._program.groups - frozenset(kept)
         wide = {module.name for module in kept or () if module.is_argument}
-        arrays, metrics = list(self._start), dict[int, list[float]]()
+        # A state in half stays in half, whatever computes it, unless it is passed in float32.
+        narrow = set[int]()
+        if kept is not None:
+            named = ((index, *self._program.argument(index)) for index in self._state.values())
+            narrow = {n for n, name, dtype in named if dtype in _HALF and name.split("/")[0] not in wide}
+        return self._repeat(functools.partial(self._program.run, half=half), self._start, narrow)
+
+    def _repeat(
+        self,
+        step: Callable[[list[Array]], list[Array]],
+        start: Sequence[Array],
+        narrow: Collection[int] = (),
+    ) -> Trained:
+        """Repeats a step. The states whose arguments are `narrow` are rounded after each."""
+        arrays, metrics = list(start), dict[int, list[float]]()
         for _ in range(STEPS):
-            results = self._program.run(arrays, half)
+            results = step(arrays)
             for number, result in enumerate(results[: self._metrics]):
                 if number not in self._state and not result.shape and not jnp.iscomplexobj(result):
                     metrics.setdefault(number, []).append(float(result))
             for number, index in self._state.items():
-                name, dtype = self._program.argument(index)
-                # A state in half stays in half, whatever computes it, unless it is passed in float32.
-                is_half = half is not None and dtype in _HALF and name.split("/")[0] not in wide
-                arrays[index] = _rounded(results[number], dtype) if is_half else results[number]
+                new, dtype = results[number], self._program.argument(index)[1]
+                arrays[index] = _rounded(new, dtype) if index in narrow else new
         return metrics, [arrays[self._state[number]] for number in self._floating]
 
 

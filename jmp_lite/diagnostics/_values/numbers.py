@@ -131,6 +131,16 @@ _OPERATORS = {
 # The last names of functions that return their first argument as a number or an array.
 _CONVERSIONS = ("float", "array", "asarray", "float16", "bfloat16", "float32", "float64")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_DTYPE_AT = {
+    "astype": 0,
+    "asarray": 1,
+    "array": 1,
+    "convert_element_type": 1,
+    "zeros": 1,
+    "ones": 1,
+    "full": 2,
+}
+"""Where the functions that make arrays of a dtype take it, if not as `dtype=`."""
 
 
 class _Source:
@@ -185,9 +195,7 @@ class _Source:
 
     def _converted(self, call: ast.Call) -> Iterator[Written]:
         """Yields the numbers of a conversion, with its line if that is one to half."""
-        argument, *more = call.args
-        dtypes = [call.func, *more, *(keyword.value for keyword in call.keywords)]
-        is_to_half = any(map(self.is_half_dtype, dtypes))
+        argument, is_to_half = call.args[0], self.is_half_dtype(call.func) or self.makes_half(call)
         if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
             yield Written(float(argument.value))
         for written in self._numbers(argument):
@@ -237,10 +245,30 @@ class _Source:
             return True
         return getattr(self._global(name), "dtype", None) is not None  # Such as `F16 = jnp.float16`.
 
+    def makes_half(self, call: ast.Call) -> bool:
+        """Whether a call takes a half dtype, or a dtype that has another name here, such as `self.dtype`."""
+        at = _DTYPE_AT.get(ast.unparse(call.func).rpartition(".")[2])
+        named = [keyword.value for keyword in call.keywords if keyword.arg == "dtype"]
+        dtypes = [*(call.args[at : at + 1] if at is not None else ()), *named]
+        return any(map(self.is_half_dtype, _operands(call))) or any(map(self._is_other_name, dtypes))
+
     def is_half_dtype(self, node: ast.expr) -> bool:
+        dtype, last = self._dtype(node)
+        return dtype in HALF_DTYPES or last in ("float16", "bfloat16")
+
+    def _is_other_name(self, node: ast.expr) -> bool:
+        """Whether a dtype has a name whose value is not known here, and is not that of another array."""
+        if isinstance(node, ast.Name):
+            functions = (function for function in self._around[node] if isinstance(function, _FUNCTIONS))
+            values = [value for function in functions for value in _assigned(function, ast.Name, node.id)]
+            return self._dtype(node)[0] is None and not any(map(_is_of_array, values))
+        return isinstance(node, ast.Attribute) and self._dtype(node)[0] is None and not _is_of_array(node)
+
+    def _dtype(self, node: ast.expr) -> tuple[Any, str]:
+        """Returns the dtype that an expression stands for in the module, or None, and its last name."""
         text = node.value if isinstance(node, ast.Constant) else ast.unparse(node)
         dtype = getattr(self._global(text), "dtype", None) if isinstance(text, str) else None
-        return dtype in HALF_DTYPES or str(text).rpartition(".")[2] in ("float16", "bfloat16")
+        return dtype, str(text).rpartition(".")[2]
 
     @functools.cached_property
     def _module(self) -> Any:
@@ -267,8 +295,7 @@ def _parsed(file: str, text: str) -> _Source | None:
 def makes_half(line: str) -> bool:
     """Whether a call that begins at `file.py:12:4` takes a half dtype, as `x.astype(jnp.float16)` does."""
     source, nodes = _expressions_at(line)
-    parts = [part for node in nodes if isinstance(node, ast.Call) for part in _operands(node)]
-    return source is not None and any(map(source.is_half_dtype, parts))
+    return source is not None and any(source.makes_half(node) for node in nodes if isinstance(node, ast.Call))
 
 
 def _operands_at(line: str) -> list[tuple[ast.expr, int, list[Written]]]:
@@ -296,6 +323,12 @@ def _operands(node: ast.AST) -> list[ast.expr]:
         case ast.AugAssign(value=value):
             return [value]
     return []
+
+
+def _is_of_array(node: ast.expr) -> bool:
+    """Whether an expression is the dtype of an array, as in `x.astype(y.dtype)`: it follows that array."""
+    # A layer keeps its dtype in `self.dtype`.
+    return isinstance(node, ast.Attribute) and node.attr == "dtype" and ast.unparse(node.value) != "self"
 
 
 @functools.lru_cache(maxsize=256)  # A long function assigns some names again and again.

@@ -47,6 +47,12 @@ def test_the_greedy_search_tries_again_what_it_could_not_leave_out_before():
     assert fewest(["b", "c", "a", "d"], lambda kept: set(kept) not in enough, 0) == ("a",)
 
 
+def test_what_is_needed_beside_all_others_may_be_needless_without_some_of_them():
+    # Beside a and c, b is needed. a alone is enough.
+    enough = [set("abc"), {"a", "b"}, {"a"}]
+    assert fewest(["a", "b", "c"], lambda kept: set(kept) not in enough, 0) == ("a",)
+
+
 def test_a_module_that_alone_is_above_the_tolerance_is_in_each_set_that_is_tried():
     tried = []
     costs = {"a": 9.0, "b": 8.0, "c": 1.0, "d": 1.0, "e": 1.0}
@@ -57,7 +63,8 @@ def test_a_module_that_alone_is_above_the_tolerance_is_in_each_set_that_is_tried
 
     assert fewest(list(costs), error, 2.0) == ("a", "b", "c")
     own = [set(costs) - {module} for module in costs]
-    assert all({"a", "b"} <= kept for kept in tried if kept not in own)
+    last = [{"a", "b", "c"} - {module} for module in "abc"]
+    assert all({"a", "b"} <= kept for kept in tried if kept not in own + last)
     tried.clear()
     assert fewest(list(costs), error, 0.0) == tuple(costs)
     assert len(tried) == 1 + len(costs)  # All together, and each alone.

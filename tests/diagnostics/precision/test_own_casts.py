@@ -50,6 +50,27 @@ def test_a_sum_in_half_that_stops_growing_is_found():
     assert "test_own_casts.py" in diagnosis.findings[0].where
 
 
+def test_a_cast_of_constants_to_a_dtype_that_is_an_argument_is_mended():
+    """The noise schedule of a diffusion model, whose first steps bfloat16 rounds to 1."""
+
+    def loss_of(dtype):
+        def loss(w, t, x):
+            rates = jnp.linspace(1e-4, 2e-3, 200).astype(dtype)
+            kept = jnp.cumprod(1 - rates).astype(jnp.float32)[t]
+            return jnp.mean((w * jnp.sqrt(kept) * x - 1) ** 2 / (1 - kept + 1e-3))
+
+        return loss
+
+    args = jnp.float32(0.9), jnp.arange(100), jax.random.normal(jax.random.key(0), (100,))
+    report = compare_precision(loss_of(jnp.bfloat16))(*args)
+    assert report.half.gradients > 0.5
+    assert report.change == f"use float32 instead of bfloat16 on line {report.kept[0].partition(' ')[0]}"
+    assert ".py:" in report.change
+    half, full = (jax.value_and_grad(loss_of(dtype))(*args) for dtype in (jnp.bfloat16, jnp.float32))
+    assert abs(half[1] - full[1]) > 0.5 * abs(full[1])
+    assert report.with_rules.gradients < 1e-6  # The program without that cast is the one in float32.
+
+
 def test_gradients_that_are_summed_in_half_are_found():
     np.testing.assert_allclose(jax.grad(equal_rows)(ROWS)["table"][0], 0.25, rtol=1e-3)
     diagnosis = doctor(equal_rows, device=None)(ROWS)

@@ -1,7 +1,11 @@
 """Half states, element by element: which never move, and where the moved ones end."""
 
+import inspect
+import re
+
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jmp_lite as jmp
@@ -56,6 +60,47 @@ def test_statistics_of_the_users_own_get_no_advice_about_optimizers():
     (fault,) = diagnosis.findings
     assert fault.advice == "To mend it: pass these arguments in float32: stats. Then it trains as in float32."
     assert "Not examined" not in str(diagnosis)  # The finding is about its rounding.
+
+
+def place(text, fun):
+    """The file and the line of a text in the source of a function."""
+    lines, first = inspect.getsourcelines(fun)
+    return f"{fun.__code__.co_filename}:{first + next(n for n, line in enumerate(lines) if text in line)}:"
+
+
+@pytest.mark.slow
+def test_a_state_that_is_widened_and_rounded_again_is_mended_in_both_places():
+    """Neither the cast of the result nor the argument in half is enough."""
+
+    def step(w, stats, x, dtype=BF16):
+        mean = 0.999 * stats.astype(F32) + 0.001 * jnp.mean(x * w, 0)
+        return w, mean.astype(dtype)
+
+    w, stats, x = jnp.ones(4), jnp.ones(4), 2 + jax.random.normal(jax.random.key(0), (8, 4))
+    (fault,) = faults(step, w, stats.astype(BF16), x)
+    assert fault.advice.startswith(
+        f"To mend it: use float32 instead of bfloat16 on line {place('return w', step)}"
+    )
+    assert fault.advice.endswith("; pass these arguments in float32: stats. Then it trains as in float32.")
+    assert faults(lambda *args: step(*args, dtype=F32), w, stats, x) == []
+
+
+@pytest.mark.slow
+def test_a_factor_that_half_rounds_to_one_has_its_line():
+    """A weight decay of 0.0019, whose factor bfloat16 rounds, in a step with no other half value."""
+
+    def step_of(dtype):
+        def step(w, x):
+            keep = jnp.asarray(1 - 1.9e-3, dtype)
+            return w * keep - 1e-3 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+        return step
+
+    w, x = jax.random.normal(jax.random.key(0), (8,)), jax.random.normal(jax.random.key(1), (4, 8)) * 0.1
+    (fault,) = faults(step_of(BF16), w, x)
+    line = place("keep = ", step_of)
+    assert fault.advice.startswith(f"To mend it: use float32 instead of half precision on line {line}")
+    assert faults(step_of(F32), w, x) == []
 
 
 @pytest.mark.slow
@@ -115,3 +160,80 @@ def test_a_state_that_is_rounded_at_random_moves():
 
     params = jax.random.normal(jax.random.key(0), (4096,)).astype(BF16)
     assert faults(step, params, jnp.linspace(1, 9, 4096), jax.random.key(1)) == []
+
+
+@pytest.mark.slow
+def test_a_float32_state_that_ends_half_of_its_movement_off():
+    """Of the norm by which gradients are clipped, float16 loses the squares of the small ones."""
+
+    def step_of(dtype):
+        def step(params, x, y):
+            loss = lambda p: 3e-3 * jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"] - y) ** 2)
+            grads = jax.grad(loss)(params)
+            squares = (jnp.sum(jnp.square(grad.astype(dtype))) for grad in jax.tree.leaves(grads))
+            norm = jnp.sqrt(sum(squares)).astype(F32)
+            return jax.tree.map(lambda p, g: p - 3 * g * jnp.minimum(1, 5e-4 / (norm + 1e-12)), params, grads)
+
+        return step
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "a": 0.3 * jax.random.normal(keys[0], (16, 256)),
+        "b": 0.1 * jax.random.normal(keys[1], (256, 16)),
+    }
+    x = jax.random.normal(keys[2], (64, 16))
+    args = params, x, jnp.roll(x, 1, 1)
+    (fault,) = faults(step_of(jnp.float16), *args)
+    share = re.fullmatch(
+        r"params/a ends (\d+)% as far from float32 as it moves there in 20 steps on this batch.", fault.what
+    )
+    ends = {}
+    for dtype in (jnp.float16, F32):
+        ends[dtype] = params
+        step = jax.jit(step_of(dtype))
+        for _ in range(20):
+            ends[dtype] = step(ends[dtype], *args[1:])
+    norm, exact = jnp.linalg.norm, ends[F32]["a"]
+    off = float(norm(ends[jnp.float16]["a"] - exact) / norm(exact - params["a"]))
+    assert int(share[1]) / 100 == pytest.approx(off, abs=0.02)
+    line = place("squares = ", step_of)
+    assert (
+        fault.advice
+        == f"To mend it: use float32 instead of float16 on line {line}42. Then it trains as in float32."
+    )
+    assert faults(step_of(F32), *args) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float16, BF16])
+def test_a_gradient_that_is_rounding_error_may_move_its_state_anywhere(dtype):
+    """A bias in front of a normalization: Adam moves it by the learning rate, wherever rounding points."""
+    tx = optax.adam(1e-3)
+
+    def step(params, state, x):
+        def loss(p):
+            h = (x @ p["w"] + p["b"]).astype(dtype).astype(F32)
+            h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)
+            return jnp.mean((jnp.tanh(h) @ p["o"] - 1) ** 2)
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"w": jax.random.normal(keys[0], (8, 16)), "b": jnp.ones(16)}
+    params["o"] = 0.1 * jax.random.normal(keys[1], (16,))
+    x = jax.random.normal(keys[2], (64, 8))
+    new, half = (_steps(step, params, tx.init(params), x, rounding) for rounding in (False, True))
+    moved = jnp.linalg.norm(new["b"] - params["b"])
+    assert jnp.linalg.norm(half["b"] - new["b"]) > 0.25 * moved
+    assert faults(step, params, tx.init(params), x) == []
+
+
+def _steps(step, params, state, x, rounding):
+    """The parameters after 20 steps, from the last digits on if `rounding`."""
+    if rounding:
+        x = x * (1 + 2.0**-23)
+    step = jax.jit(step)
+    for _ in range(20):
+        params, state = step(params, state, x)
+    return params

@@ -1,5 +1,9 @@
 """The numbers that half precision rounds away are found in the source, and no others are taken for them."""
 
+import linecache
+import sys
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +75,54 @@ def test_a_number_that_is_rounded_is_found(fun, numbers):
 )
 def test_other_numbers_are_left(fun):
     assert found(fun) == []
+
+
+def keeping(dtype):
+    def fun(x):
+        keep = jnp.asarray(0.999, dtype)
+        return x.astype(jnp.float32) * keep
+
+    return fun
+
+
+def following(x):
+    dtype = x.dtype
+    return x * jnp.asarray(0.999, dtype) * jnp.asarray(0.998, x.dtype)
+
+
+def test_a_dtype_may_have_a_name_that_the_source_does_not_explain():
+    assert found(keeping(jnp.bfloat16)) == [0.999]
+    assert found(keeping(jnp.float32)) == []
+    (written,) = lost_numbers(jax.make_jaxpr(keeping(jnp.bfloat16))(X)).values()
+    assert f":{keeping.__code__.co_firstlineno + 2}:" in written.line
+    # The dtype of an array follows the array: to leave the conversion out is no edit.
+    followed = lost_numbers(jax.make_jaxpr(following)(X)).values()
+    assert [(written.number, written.line) for written in followed] == [(0.999, ""), (0.998, "")]
+
+
+@pytest.mark.parametrize(
+    ("expression", "makes_half"),
+    [
+        ("x.astype(jnp.bfloat16)", True),
+        ('x.astype("float16")', True),
+        ("x.astype(H)", True),
+        ("x.astype(self.dtype)", True),
+        ("jnp.zeros((2,), H)", True),
+        ("jnp.zeros((2,), dtype=H)", True),
+        ("lax.convert_element_type(x, H)", True),
+        ("x.astype(F32)", False),
+        ("x.astype(y.dtype)", False),
+        ("jnp.zeros_like(x)", False),
+        ("net.apply(x, H)", False),  # Any argument.
+        ("jnp.asarray(x)", False),
+    ],
+)
+def test_which_calls_convert_to_a_half_dtype(expression, makes_half, monkeypatch):
+    source = f"def fun(self, x, y, H):\n    return {expression}\n"
+    monkeypatch.setitem(linecache.cache, "/drawn/call.py", (len(source), None, source.splitlines(True), ""))
+    module = SimpleNamespace(__file__="/drawn/call.py", jnp=jnp, F32=jnp.float32)
+    monkeypatch.setitem(sys.modules, "drawn_call", module)
+    assert numbers.makes_half("/drawn/call.py:2:11 (fun)") == makes_half
 
 
 def test_a_number_beside_the_expression_is_not_taken_for_one_in_it():
