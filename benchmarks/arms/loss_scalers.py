@@ -1,7 +1,7 @@
 """Ways to scale a loss: jmp_lite's and those of its peers, each written as in its own documentation.
 
 Each is a function of an optimizer and of the global norm to which gradients are clipped, or None. To add one,
-write it and add it to `SCALERS`.
+write it and add it to `SCALERS`; one whose package the extra [h100] lacks to `PEERS`.
 """
 
 import dataclasses
@@ -141,6 +141,27 @@ def optax_apply_if_finite(tx: Any, clip_norm: float | None = None) -> Scaler:
     return Scaler(lambda params, _: tx.init(params), step, lambda _: 1024.0)
 
 
+def of_mpx(tx: Any, clip_norm: float | None = None) -> Scaler:
+    """mpx, as in its README. On a step on which the scale changes it unscales by the new scale."""
+    import mpx  # Here, because it is an optional dependency.
+
+    tx = _clipped(tx, clip_norm)
+
+    def init(params: Any, scale: float) -> Any:
+        return tx.init(params), mpx.DynamicLossScaling(jnp.float32(scale), jnp.float32(1))
+
+    def step(loss: Loss, params: Any, state: Any, statistics: Any) -> Any:
+        inner, scaling = state
+        (value, new_statistics), scaling, finite, grads = mpx.filter_value_and_grad(
+            loss, scaling, has_aux=True
+        )(params)
+        params, inner = mpx.optimizer_update(params, tx, inner, _wide(grads), finite)
+        statistics = mpx.select_tree(finite, new_statistics, statistics)
+        return params, (inner, scaling), statistics, value
+
+    return Scaler(init, step, lambda state: state[1].loss_scaling)
+
+
 SCALERS: dict[str, Callable[..., Scaler]] = {
     "plain": plain,
     "jmp 0.0.4": deepmind_jmp,
@@ -148,6 +169,7 @@ SCALERS: dict[str, Callable[..., Scaler]] = {
     "optax.apply_if_finite": optax_apply_if_finite,
     "jmp_lite": ours,
 }
+PEERS = {**SCALERS, "mpx 0.1.8": of_mpx}
 
 
 def _clipped(tx: Any, clip_norm: float | None) -> Any:

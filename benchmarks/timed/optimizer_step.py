@@ -2,6 +2,7 @@
 
     taskset -c 0 python -m benchmarks.timed.optimizer_step       # Half a minute.
     taskset -c 0 python -m benchmarks.timed.optimizer_step --eager --leaves 1000 --width 8
+    taskset -c 0 python -m benchmarks.timed.optimizer_step --leaves 44 --width 4 --blocks 200  # The host.
 
 Each arm unscales float16 gradients, checks them, takes a step of AdamW and adds the updates. Parameters and
 state are donated. With `--eager` the step runs without `jax.jit`. The arms take turns, and their times are
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.arms.loss_scalers import SCALE, SCALERS, step_of, with_gradients
+from benchmarks.arms.loss_scalers import PEERS, SCALE, step_of, with_gradients
 from benchmarks.command import make_parser
 from benchmarks.device import versions
 from benchmarks.timed.interleaved import machine, milliseconds
@@ -29,7 +30,7 @@ def arm(name: str, leaves: int, width: int, eager: bool) -> Callable[[], None]:
         name: SCALE * 1e-6 * jax.random.normal(jax.random.key(index), shape, jnp.float16)
         for index, name in enumerate(params)
     }
-    scaler = SCALERS[name](optax.adamw(3e-4))
+    scaler = PEERS[name](optax.adamw(3e-4))
     step = step_of(scaler, with_gradients)
     if not eager:
         step = jax.jit(step, donate_argnums=(0, 1))
@@ -46,7 +47,7 @@ def table(times: dict[str, float]) -> str:
     """Returns the times as text."""
     lines = [f"{'':22}{'ms':>9}{'of plain':>10}{'of jmp':>9}"]
     for name, time in times.items():
-        lines.append(f"{name:22}{time:>9.1f}{time / times['plain']:>10.2f}{time / times['jmp 0.0.4']:>9.2f}")
+        lines.append(f"{name:22}{time:>9.3g}{time / times['plain']:>10.2f}{time / times['jmp 0.0.4']:>9.2f}")
     return "\n".join(lines)
 
 
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--eager", action="store_true", help="run each operation by itself, without jax.jit")
     options = parser.parse_args(arguments)
-    steps = {name: arm(name, options.leaves, options.width, options.eager) for name in SCALERS}
+    steps = {name: arm(name, options.leaves, options.width, options.eager) for name in PEERS}
     print(f"AdamW, {options.leaves} leaves of {options.width} x {options.width}, float16 gradients")
     print(table(milliseconds(steps, options.blocks, 4)))
     print(f"{machine()}; jax {versions()['jax']}")

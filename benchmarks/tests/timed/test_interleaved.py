@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks.arms.loss_scalers import SCALERS
+from benchmarks.arms.loss_scalers import PEERS
 from benchmarks.timed import half_on_cpu, interleaved, optimizer_step
 
 
@@ -27,7 +27,7 @@ def test_steps_take_turns_and_the_first_two_turns_do_not_count(monkeypatch):
 def test_the_table_of_an_optimizer_step(mode, capsys):
     optimizer_step.main(["--leaves", "2", "--width", "8", "--blocks", "1", *mode])
     rows = re.findall(r"^(\S.*?) +([\d.]+) +([\d.]+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
-    assert [row[0] for row in rows] == list(SCALERS)
+    assert [row[0] for row in rows] == list(PEERS)
     assert {row[0]: row[2] for row in rows}["plain"] == "1.00"
     assert {row[0]: row[3] for row in rows}["jmp 0.0.4"] == "1.00"
 
