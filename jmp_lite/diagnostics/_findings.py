@@ -243,7 +243,7 @@ def of_rounding(runs: Runs) -> Iterator[Finding]:
         return f"{times(error.gradients)} off, cosine {error.cosine:.2f}"
 
     what = f"In {name} this gradient is mostly rounding error ({off(half)}), with any placement of casts."
-    ran = f"Casts by hand around each matmul: {off(runs.by_hand)} at worst, here and at nearby parameters."
+    ran = f"Casts around the matmuls alone: {off(runs.by_hand)} at worst, here and at nearby parameters."
     other = f"float16 with a loss scale: {off(runs.in_float16())}. " if name == "bfloat16" else ""
     advice = f"{other}float32: 0 off. Near this optimum, train in float32."
     yield Finding("precision", what, ran, advice)

@@ -167,7 +167,7 @@ class PrecisionReport(Shown):
         # Whether a single gradient decides, and not all of them together.
         is_leaf = self.limits.measured(self.half) > getattr(self.half, self.limits.measure)
         of_each = f", and {self.limits.leaf:.2g} for each of them" if is_leaf else ""
-        by_hand = f" Casts by hand around each matmul have {self.by_hand}." if self.by_hand else ""
+        by_hand = f" Casts around the matmuls alone have {self.by_hand}." if self.by_hand else ""
         return (
             f"In {self.dtype} at the loss scale {power(self.loss_scale)} the error is {self.half}.{by_hand} "
             f"The tolerance is {self.limits.tolerance:.2g} for the {self.limits.measure}{of_each}."

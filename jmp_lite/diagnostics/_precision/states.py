@@ -36,6 +36,7 @@ class Wrong:
     name: str  # The path of the result, or of the argument whose new value it is.
     in_half: bool = False  # Whether the state is in half itself.
     is_lost: bool = False  # Whether it does not move at all.
+    may_follow: bool = False  # Whether it may be wrong because another result is.
 
 
 Trained: TypeAlias = tuple[dict[int, list[float]], list[Array]]
@@ -66,7 +67,8 @@ class States:
         # An error of one step says little: the first update of Adam is the sign of each gradient, and near an
         # optimum every gradient is mostly rounding error. So the step is repeated on the same batch.
         half = self._run(kept)
-        return sorted([*self._of_metrics(half), *self._of_states(half)], key=lambda each: -each.error)
+        every = [*self._of_metrics(half), *self._of_states(half)]
+        return sorted(every, key=lambda each: (each.may_follow, -each.error))
 
     @functools.cached_property
     def _in_float32(self) -> Trained:
@@ -106,7 +108,7 @@ class States:
                 yield Wrong(what, error, name, in_half)
             elif error > _OFF and self._of_other_roundings[number] <= HARM:
                 what = f"{name} ends {times(error)} as far from float32 as it moves there {_ON}."
-                yield Wrong(what, error, name)
+                yield Wrong(what, error, name, may_follow=True)
 
     @functools.cached_property
     def _of_other_roundings(self) -> dict[int, float]:
