@@ -7,6 +7,7 @@ numbers are traced; everything else reaches the function as it is, as in a plain
 import dataclasses
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -55,6 +56,12 @@ def check_function(caller: str, fun: Any, otherwise: str = "") -> None:
         given = repr(fun) if is_dtype else shown(fun)
         raise TypeError(
             f"{caller} takes a function first. Got {given}; write {caller}(fun, ...)(*args){otherwise}."
+        )
+    # Its body runs after the call, where nothing traces it.
+    if inspect.isgeneratorfunction(fun) or inspect.iscoroutinefunction(fun):
+        kind = "generator" if inspect.isgeneratorfunction(fun) else "coroutine"
+        raise TypeError(
+            f"{caller} takes a function that returns arrays. Got a {kind} function, {shown(fun)}."
         )
 
 

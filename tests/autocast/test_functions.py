@@ -91,6 +91,25 @@ def test_arguments_in_the_place_of_the_function_are_named_by_their_first_leaves(
         decorator(fun=jnp.dot)
 
 
+def yields(x):
+    yield jnp.sin(x)
+
+
+async def awaited(x):
+    return jnp.sin(x)
+
+
+@pytest.mark.parametrize("fun", [yields, awaited])
+def test_a_body_that_runs_after_the_call_is_refused(fun):
+    """It was returned as it is, and ran in float32."""
+    kind = "generator" if fun is yields else "coroutine"
+    for wrap in (jmp.autocast, jmp.explain, jmp.fuse_attention, find_nonfinite):
+        with pytest.raises(
+            TypeError, match=f"{wrap.__name__} takes a function that returns arrays. Got a {kind} function"
+        ):
+            wrap(fun)
+
+
 @pytest.mark.parametrize(
     "tool", [jmp.autocast, jmp.explain, find_nonfinite, compare_precision, profile_ranges, doctor]
 )
