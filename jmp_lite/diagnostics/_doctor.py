@@ -169,7 +169,7 @@ class Diagnosis(Shown):
             return False
         return Judge(self._runs).limits(self._tolerance).allow(self._runs.keeping(()))
 
-    @property
+    @functools.cached_property
     def _loss_is_off(self) -> str:
         """Says how wrong a loss is whose gradients are right, as that of casts around each matmul is too."""
         precision = self.precision
@@ -232,8 +232,10 @@ class Diagnosis(Shown):
         head = (f"Examined: {self.examined}.", self._values, self.operations.summary() + ".")
         lines = [line for text in head for line in wrapped(text)]
         lines += [f"\n{number}. {finding}" for number, finding in enumerate(self.findings, 1)]
-        lines += [] if self.findings else ["", "No fault was found."]
-        lines += ["", *wrapped(self._loss_is_off)] if self._loss_is_off else []
+        loss = self._loss_is_off
+        nothing = "No fault was found in the gradients." if loss else "No fault was found."
+        lines += [] if self.findings else ["", nothing]
+        lines += ["", *wrapped(loss)] if loss else []
         if self.roofline is not None:
             best = self.roofline.speedup()
             name = self.roofline.device.name
