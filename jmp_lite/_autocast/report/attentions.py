@@ -11,7 +11,7 @@ from ..._attention.run import why_not_fused
 from ..._jaxpr.lines import source_line
 from ..._jaxpr.scopes import FUSED_SCOPE, is_of_gradient, is_transposed, scope_of
 from ..._paths import visible_scope
-from .operations import known
+from .flops import known
 
 
 @dataclasses.dataclass(frozen=True)
