@@ -94,21 +94,18 @@ def fuse_attention(
 
 def _run(facts: Facts, values: Sequence[Array], half: np.dtype, kind: Implementation) -> list[Array]:
     """Runs a jaxpr with its attentions fused, on values for its constants and inputs."""
-    found = find_attentions(facts)
-    fused = {index: each for index, each in found.items() if not why_not_fused(each, half, kind)}
-    members = {member for each in fused.values() for member in each.members}
+    attentions = find_attentions(facts).items()
+    fused = {index: each for index, each in attentions if not why_not_fused(each, half, kind)}
+    # The operations of an attention in front of its second product. Only the attention reads their results
+    # (`_check_readers`), and it computes them itself.
+    skipped = {index for attention in fused.values() for index in attention.members}
 
     def action(index: int, equation: Equation, read: Callable[[Var], Array]) -> Sequence[Any]:
-        if index in members:  # Only the attention reads them (`_check_readers`), and computes them itself.
+        if index in skipped:
             return [None] * len(equation.outvars)
         if index in fused:
             return [run_attention(fused[index], list(map(read, fused[index].inputs)), half, kind)]
-        operands = [read(var) for var in equation.invars]
-        with context_of(equation):
-            if not may_hold_attention(equation):
-                return bind(equation, operands)
-            bodies = [_body(*each, operands, half, kind) for each in facts.inside(equation)]
-            return CALLS[equation.primitive.name](equation, bodies, operands)[0]
+        return _run_as_written(facts, equation, list(map(read, equation.invars)), half, kind)
 
     def also_read(index: int) -> Sequence[Var]:
         return fused[index].inputs if index in fused else ()
@@ -116,9 +113,22 @@ def _run(facts: Facts, values: Sequence[Array], half: np.dtype, kind: Implementa
     return replay(facts.jaxpr, values, lambda var: var.val, action, also_read)
 
 
+def _run_as_written(
+    facts: Facts, equation: Equation, operands: Sequence[Array], half: np.dtype, kind: Implementation
+) -> Sequence[Array]:
+    """Runs an operation that is part of no fused attention, with the attentions in its jaxprs fused."""
+    with context_of(equation):
+        if not may_hold_attention(equation):
+            return bind(equation, operands)
+        bodies = [_body(inside, inner, operands, half, kind) for inside, inner in facts.inside(equation)]
+        results, _ = CALLS[equation.primitive.name](equation, bodies, operands)
+        return results
+
+
 def _body(
     facts: Facts, inner: Inner, operands: Sequence[Array], half: np.dtype, kind: Implementation
 ) -> Callable[..., Outputs]:
-    # The bodies of `CALLS` close over the constants of a loop.
+    """Returns the function that runs one of the jaxprs of an operation."""
+    # It closes over the constants of a loop, as the bodies of `CALLS` do.
     fixed = [*constants(facts.jaxpr), *(operands[index] for index in inner.operands[: inner.constants])]
     return lambda *arrays: (_run(facts, [*fixed, *arrays], half, kind), {})

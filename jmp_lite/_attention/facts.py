@@ -220,8 +220,7 @@ def _of_scores(equation: Equation, place: int, fact: Fact, others: Sequence[Fact
         return fact
     # The predicate comes first; then the case for false and that for true.
     if name == "select_n" and place and len(others) == 2:
-        fills = [fact.fill, math.inf if others[1].base is None else float(others[1].base.max())]
-        return dataclasses.replace(fact, fill=max(each for each in fills if each is not None))
+        return _masked(fact, others[1])
     # Behind a mask a sum or a factor may bring its numbers back into the range of scores.
     is_linear = name in ("add", "mul") or (name in ("sub", "div") and place == 0)
     if fact.fill is not None or not is_linear:
@@ -230,6 +229,12 @@ def _of_scores(equation: Equation, place: int, fact: Fact, others: Sequence[Fact
         return dataclasses.replace(fact, added=True, may_be_low=fact.may_be_low or others[0].may_be_low)
     factor = _number(others[0])
     return dataclasses.replace(fact, slope=fact.slope * factor if name == "mul" else fact.slope / factor)
+
+
+def _masked(fact: Fact, other: Fact) -> Fact:
+    """Returns the fact of scores of which another operand replaces some."""
+    largest = math.inf if other.base is None else float(other.base.max())
+    return dataclasses.replace(fact, fill=largest if fact.fill is None else max(fact.fill, largest))
 
 
 def _number(factor: Fact) -> float:

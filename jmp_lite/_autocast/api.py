@@ -118,12 +118,12 @@ def autocast(
         rules: exceptions by scope, as pairs or a mapping, `{"decoder/head": "float32"}`, or as `Rule`s,
             whose compute dtype counts. A pattern selects `jax.named_scope`s, Flax Linen modules, names of
             jitted functions, and paths of arguments (the way to name an NNX or Equinox module), with
-            everything inside them. `*` stands for part of one name, `**` for several names. Operations that
-            take a selected argument run in float32. The half dtype makes an exception within a wider rule.
-            The first rule that matches wins, whether it selects a scope or an argument. A rule has to select
-            something, unless it is a `Rule` with `optional=True`. With dtype
-            `"float8"`, a rule may also give bfloat16 (no fp8 here) or `"float8"` (fp8 even for small
-            matmuls).
+            everything inside them. `*` stands for part of one name, `**` for several names, and `"**"` alone
+            selects everything, also what stands in no scope. Operations that take a selected argument run in
+            float32. The half dtype makes an exception within a wider rule. The first rule that matches wins,
+            whether it selects a scope or an argument. A rule has to select something, unless it is a `Rule`
+            with `optional=True`. With dtype `"float8"`, a rule may also give bfloat16 (no fp8 here) or
+            `"float8"` (fp8 even for small matmuls).
         reduce_dtype: the dtype in which the matmuls of weight gradients return their results, which are then
             summed over devices: float32, or None for the half dtype, which moves half the bytes. The inputs
             of these matmuls are half in both cases, and the gradients of activations stay in half. The option

@@ -58,14 +58,14 @@ def run_call(
     reduce_dtype, is_cell = precision.reduce_dtype, is_cell_call(library, module, method)
     calls_layer = is_layer(library, module) and method == "__call__"
     # A call of another method of a layer, such as `attend`, runs with the attributes of `changes` alone.
-    own, bias = dict[str, Any](), None
+    of_layer, bias = dict[str, Any](), None
     if calls_layer:
-        own, bias = _as_layer(library, module, compute_dtype, reduce_dtype)
+        of_layer, bias = _as_layer(library, module, compute_dtype, reduce_dtype)
     if is_cell:
         args, kwargs = _strengthen_carry(args, kwargs)
 
     def run(**more: Any) -> Any:
-        with attributes(module, {**changes, **own, **more}):
+        with attributes(module, {**changes, **of_layer, **more}):
             return call(*args, **kwargs)
 
     # Two lookups, in float32 for the gradient and in half for the value.
@@ -75,10 +75,7 @@ def run_call(
     else:
         output = run()
     if bias is not None:
-        # The bias is cast after it was broadcast, so that its gradient is summed in float32. The layers of
-        # Flax cast first (https://github.com/google/flax/blob/v0.12.8/flax/linen/linear.py#L275): on a CPU,
-        # XLA then adds 40,960 ones in float16 to 4,096.
-        output = output + jnp.broadcast_to(bias, output.shape).astype(output.dtype)
+        output = _add_bias(output, bias)
     if is_cell:
         output = _cast_cell_output(output, args[0] if args else kwargs["carry"], compute_dtype)
     if precision.returns_float32 and takes_dtype(library, module):
@@ -96,6 +93,14 @@ def _as_layer(
         adds_bias = bias is None and module.use_bias
         changes |= wide_gradients(module, compute_dtype, reduce_dtype, adds_bias)
     return changes, bias
+
+
+def _add_bias(output: jax.Array, bias: jax.Array) -> jax.Array:
+    """Adds a bias that is cast after it was broadcast, so that its gradient is summed in float32."""
+    # The layers of Flax cast first
+    # (https://github.com/google/flax/blob/v0.12.8/flax/linen/linear.py#L275): on a CPU, XLA then adds 40,960
+    # ones in float16 to 4,096.
+    return output + jnp.broadcast_to(bias, output.shape).astype(output.dtype)
 
 
 def run_model(

@@ -217,27 +217,28 @@ def scan(
     arrays: Sequence[Array],
     accumulator: Accumulator | None = None,
 ) -> Outputs:
-    """The body takes carries and slices. Side outputs of all iterations are stacked, or an accumulator joins
-    them.
+    """Runs a scan, whose body takes carries and slices, and gives carries and results to stack.
+
+    The side outputs of all iterations are stacked too, or an accumulator joins them.
     """
     (body,), (inner,) = bodies, inner_jaxprs(equation)
-    first, carried = inner.constants, inner.carried
+    # The operands are constants, which the body closes over, then carries, then arrays to slice.
+    operands = list(arrays[inner.constants :])
+    first_carries, sliced = operands[: inner.carried], operands[inner.carried :]
+    start = first_carries, {} if accumulator is None else accumulator.start
 
-    def step(state: Any, slices: list[Array]) -> Any:
-        carry, total = state
-        results, side = body(*carry, *slices)
+    def step(state: tuple[list[Array], Any], slices: list[Array]) -> tuple[Any, Outputs]:
+        carries, joined = state
+        results, side = body(*carries, *slices)
         if accumulator is not None:
-            total, side = accumulator.add(total, side), {}
-        return (results[:carried], total), (results[carried:], side)
+            joined, side = accumulator.add(joined, side), {}
+        return (results[: inner.carried], joined), (results[inner.carried :], side)
 
-    # In the order of the operands: constants, carries, slices.
-    start = list(arrays[first : first + carried]), {} if accumulator is None else accumulator.start
-    slices = list(arrays[first + carried :])
-    params = {name: equation.params[name] for name in ("reverse", "unroll")}
     # A symbolic length, of `jax.export`, is known by the slices alone.
-    params["length"] = None if slices else equation.params["length"]
-    (carry, total), (slices, side) = lax.scan(step, start, slices, **params)
-    return [*carry, *slices], side if accumulator is None else accumulator.side(total)
+    length = None if sliced else equation.params["length"]
+    reverse, unroll = equation.params["reverse"], equation.params["unroll"]
+    (carries, joined), (stacked, side) = lax.scan(step, start, sliced, length, reverse=reverse, unroll=unroll)
+    return [*carries, *stacked], side if accumulator is None else accumulator.side(joined)
 
 
 def while_loop(

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -87,11 +86,13 @@ def _check(state: SkipNonfiniteState, max_consecutive_skips: int, max_skip_rate:
         except jax.errors.TracerArrayConversionError:
             raise TypeError("raise_if_stuck reads values: call it on the host, outside jit.") from None
         batch = counts.shape[:-1]
+        took_enough = counts[..., 0] - counts[..., 1] >= max_consecutive_skips
+        had_zeros = _have_zero_moments(state.inner_state, took_enough)
         for member in np.ndindex(batch):
             complaint = _complaint(state, member, max_consecutive_skips, max_skip_rate)
             if complaint:
                 raise FloatingPointError(f"{_prefix(member, batch)}{complaint}\n{_ADVICE}")
-            _check_gradients(state, member, batch, max_consecutive_skips)
+            _check_gradients(state, member, batch, bool(had_zeros[member]))
 
 
 def _prefix(member: tuple[int, ...], batch: tuple[int, ...]) -> str:
@@ -99,12 +100,12 @@ def _prefix(member: tuple[int, ...], batch: tuple[int, ...]) -> str:
 
 
 def _check_gradients(
-    state: SkipNonfiniteState, member: tuple[int, ...], batch: tuple[int, ...], least_steps: int
+    state: SkipNonfiniteState, member: tuple[int, ...], batch: tuple[int, ...], had_zeros: bool
 ) -> None:
     """Raises an error if all gradients so far were zero; warns if the scale has grown far too large."""
     steps, skipped, _ = map(int, np.asarray(state.counts)[member])
     prefix = _prefix(member, batch)
-    if steps - skipped >= least_steps and _moments_are_zero(state.inner_state, member):
+    if had_zeros:
         raise FloatingPointError(
             f"{prefix}The gradients of all {steps - skipped} steps were zero. In float16 they underflow if "
             f"the loss is not scaled: {LINE} scales it, and jax.value_and_grad does not. Otherwise the loss "
@@ -132,32 +133,45 @@ def _has_grown(settings: DynamicLossScale, scale: float, steps: int) -> bool:
     return exponent >= _FAR_TOO_LARGE > start
 
 
-def _moments_are_zero(inner_state: Any, member: tuple[int, ...]) -> bool:
-    """Whether an optimizer keeps means of the gradients, and all are zero, on the devices of this process.
+def _have_zero_moments(inner_state: Any, asked: np.ndarray) -> np.ndarray:
+    """Returns which members of a state keep means of their gradients, the moments, that are all zero.
 
-    `member` is the index of a member of a batched state; empty for a state of its own.
+    `asked` says which members to look at: one flag for each, in the shape of the batch, `()` without one.
     """
+    if not asked.any():
+        return asked
+    moments = _moments(inner_state, asked.ndim)
+    are_zero = asked if moments else np.zeros_like(asked)
+    # The smallest moment comes first. In a run that learns, the host needs no other one.
+    for moment in moments:
+        if not are_zero.any():
+            break
+        are_zero = are_zero & ~_are_nonzero(moment, asked.ndim)
+    return are_zero
+
+
+def _moments(inner_state: Any, batch_ndim: int) -> list[Any]:
+    """Returns the moments in the state of an optimizer, from the smallest to the largest."""
     if nodes_of(inner_state, optax.MultiStepsState):  # Its optimizer has maybe not been called yet.
-        return False
-    paths = jax.tree_util.tree_leaves_with_path(without_nnx_variables(inner_state))
+        return []
 
     # `ScaleByAdamState.mu` and `TraceState.trace`, the names that optax uses for means of gradients.
-    def is_moment(path):
-        return any(getattr(key, "name", None) in ("mu", "trace") for key in path)
+    def is_moment(path, leaf):
+        is_named = any(getattr(key, "name", None) in ("mu", "trace") for key in path)
+        return is_named and is_floating(leaf) and np.ndim(leaf) > batch_ndim
 
-    moments = [leaf for path, leaf in paths if is_moment(path) and is_floating(leaf) and np.ndim(leaf) > 0]
-    moments.sort(key=np.size)
-    return bool(moments) and not any(part.any() for moment in moments for part in _parts(moment, member))
+    leaves = jax.tree_util.tree_leaves_with_path(without_nnx_variables(inner_state))
+    return sorted((leaf for path, leaf in leaves if is_moment(path, leaf)), key=np.size)
 
 
-def _parts(moment: Any, member: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Yields a moment, or that of one member, as NumPy arrays: one for each device of this process."""
+def _are_nonzero(moment: Any, batch_ndim: int) -> np.ndarray:
+    """Returns which members of a moment are not zero, as far as the devices of this process hold them."""
     # Each process reads its own part: a reduction over a global array would wait for the others, and one over
     # a part would not run in the context of a mesh of more devices.
-    if not isinstance(moment, jax.Array) or (member and moment.is_fully_addressable):
-        yield jax.device_get(moment)[member]
-    else:
-        yield from (jax.device_get(shard.data) for shard in moment.addressable_shards)
+    if isinstance(moment, jax.Array) and not (batch_ndim and moment.is_fully_addressable):
+        return np.asarray(any(jax.device_get(shard.data).any() for shard in moment.addressable_shards))
+    array = jax.device_get(moment)
+    return array.any(axis=tuple(range(batch_ndim, array.ndim)))
 
 
 def _complaint(

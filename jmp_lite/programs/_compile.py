@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ._gpus import DESCRIPTIONS
 
@@ -117,15 +117,17 @@ def compile_for(
 
     if not any(map(is_array, jax.tree.leaves(args))):
         raise ValueError("Give the function an array: by its arrays JAX knows for what to compile.")
-    own = mesh_for(device, {"device": 1}) if mesh is None else mesh
-    whole = SingleDeviceSharding(own.devices.item()) if mesh is None else NamedSharding(own, PartitionSpec())
+    if mesh is None:
+        default: Sharding = SingleDeviceSharding(mesh_for(device, {"device": 1}).devices.item())
+    else:
+        default = NamedSharding(mesh, PartitionSpec())  # Replicated.
 
     def on_device(x: Any) -> Any:
         if not is_array(x):
             return x
         # The sharding of an array names devices of this machine, so only that of a ShapeDtypeStruct counts.
-        given = x.sharding if mesh is not None and isinstance(x, jax.ShapeDtypeStruct) else None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=given or whole)
+        counts = mesh is not None and isinstance(x, jax.ShapeDtypeStruct)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=(x.sharding if counts else None) or default)
 
     jitted: Any = fun if hasattr(fun, "lower") else jax.jit(fun, donate_argnums=donate_argnums)
     # JAX compiles for the devices of the arguments' shardings. It needs no array on them.

@@ -1,6 +1,7 @@
 """An assertion about several processes: what should be the same on all of them is."""
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,33 +35,44 @@ def assert_same_on_all_hosts(tree: Any) -> None:
         >>> params = {"w": jnp.ones((4, 2))}
         >>> assert_same_on_all_hosts((params, tx.init(params)))
     """
-    # The names and the largest number of copies first: the checksums are gathered as one array, which must
-    # have the same shape on all processes
-    # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/experimental/multihost_utils.py#L142).
     leaves = named_leaves(tree)
-    copies = [_copies(name, leaf) for name, leaf in leaves]
-    names = zlib.crc32("\n".join(name for name, _ in leaves).encode())
-    all_names, most = _gathered(np.array([names, max(map(len, copies), default=0)], np.uint32)).T
-    if len(set(all_names.tolist())) > 1:
-        raise failure("assert_same_on_all_hosts", "the trees of the processes have other leaves")
-    # For each copy a part and a checksum. 0 stands for no copy: another array may be on more devices.
-    sums = np.zeros((len(leaves), most.max(), 2), np.uint32)
-    for row, of_leaf in zip(sums, copies, strict=True):
-        row[: len(of_leaf)] = np.array(of_leaf, np.uint32).reshape(-1, 2)
-    differ = {
-        name: where
-        for (name, _), all_copies in zip(leaves, np.moveaxis(_gathered(sums), 0, 1))
-        if (where := _processes_that_differ(all_copies))
-    }
-    if differ:
-        values = {name: leaf for name, leaf in leaves if np.ndim(leaf) == 0 and not is_key(leaf)}
-        lines = [
-            f"{name}: on the processes {where}{f'; here it is {values[name]}' if name in values else ''}"
-            for name, where in differ.items()
-        ]
+    copies = _gathered_copies([name for name, _ in leaves], [_copies(name, leaf) for name, leaf in leaves])
+    lines = [
+        _line(name, leaf, processes)
+        for (name, leaf), of_leaf in zip(leaves, np.moveaxis(copies, 0, 1), strict=True)
+        if (processes := _processes_that_differ(of_leaf))
+    ]
+    if lines:
         more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
         summary = f"{len(lines)} of {len(leaves)} leaves have copies that differ"
         raise failure("assert_same_on_all_hosts", summary, [*lines[:8], *more])
+
+
+def _gathered_copies(names: Sequence[str], copies: Sequence[Sequence[tuple[int, int]]]) -> np.ndarray:
+    """Returns the copies on all processes, in the shape `(processes, leaves, copies, 2)`; see `_copies`.
+
+    Raises:
+        AssertionError: the leaves have other names on other processes.
+    """
+    # JAX gathers arrays that have the same shape on all processes
+    # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/experimental/multihost_utils.py#L142). So it first
+    # gathers the largest number of copies, with a checksum of the names.
+    checksum_of_names = zlib.crc32("\n".join(names).encode())
+    most_here = max(map(len, copies), default=0)
+    checksums_of_names, most = _gathered(np.array([checksum_of_names, most_here], np.uint32)).T
+    if len(set(checksums_of_names.tolist())) > 1:
+        raise failure("assert_same_on_all_hosts", "the trees of the processes have other leaves")
+    # Zeros stand for no copy: another array may be on more devices.
+    here = np.zeros((len(names), most.max(), 2), np.uint32)
+    for row, of_leaf in zip(here, copies, strict=True):
+        row[: len(of_leaf)] = np.array(of_leaf, np.uint32).reshape(-1, 2)
+    return _gathered(here)
+
+
+def _line(name: str, leaf: Any, processes: Sequence[int]) -> str:
+    """Returns what the message says of a leaf whose copies differ, with the number that is here."""
+    number = f"; here it is {leaf}" if np.ndim(leaf) == 0 and not is_key(leaf) else ""
+    return f"{name}: on the processes {processes}{number}"
 
 
 def _processes_that_differ(all_copies: np.ndarray) -> list[int]:

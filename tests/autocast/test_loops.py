@@ -1,5 +1,7 @@
 """Loops and branches under `autocast`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,6 +177,18 @@ def test_a_loop_that_says_what_it_keeps_keeps_that():
     assert set(kept(step)) == {"float16"}
     assert "float32" in kept(everything)
     assert kept(nothing) == ["float32"]  # In bfloat16 a copy is enough: see test_checkpoints.py.
+
+
+def test_a_loop_keeps_as_little_if_its_body_casts_to_half_by_itself():
+    def own_casts(x, _):
+        return x + (jax.nn.gelu(x @ W).astype("bfloat16") @ W.astype("bfloat16")).astype("float32"), None
+
+    def no_casts(x, _):
+        return x + jax.nn.gelu(x @ W) @ W, None
+
+    for step in (own_casts, no_casts):
+        loop = jmp.autocast(functools.partial(lax.scan, step, length=5))
+        assert kept_by_iterations(loop, X) == [((5, 4, 8), "bfloat16")]  # The operand of the GELU.
 
 
 def test_a_loop_of_random_masks_keeps_booleans():

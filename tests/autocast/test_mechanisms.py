@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import pytest
 
 from jmp_lite._autocast import planner
-from jmp_lite._autocast.planning import decide, demand, dependence, elementwise, op, products, regions, wanted
+from jmp_lite._autocast.planning import (
+    decide,
+    demand,
+    dependence,
+    elementwise,
+    op,
+    operands,
+    products,
+    regions,
+    wanted,
+)
 from jmp_lite._jaxpr.primitives import Category
 from tests.autocast import (
     test_activations,
@@ -38,17 +48,23 @@ class Price(NamedTuple):
     arguments: tuple[Any, ...] = ()
 
 
-def may_be_rounded_alone(operation, operands, half):
-    pairs = zip(operation.equation.invars, operands)
+def may_be_rounded_alone(operation, states, half):
+    pairs = zip(operation.equation.invars, states)
     return "" if all(elementwise.may_be_rounded(operation, var, state) for var, state in pairs) else "rounds"
 
 
-def only_exact(operation, operands, want, analysis):
+def only_exact(operation, states, want, analysis):
     return products._EXACT if want is wanted.Wanted.EXACT else ""
 
 
-def outer_as_elementwise(operation, operands, want, rules):
-    return decide.decide_elementwise(operation, operands, want, rules.dtype)
+def outer_as_elementwise(operation, states, want, rules):
+    return decide.decide_elementwise(operation, states, want, rules.dtype)
+
+
+def casts_want_nothing(operation, ruling, takes_half, gives_half, want, half):
+    if operation.is_cast:
+        return wanted.Wanted.NO
+    return operands.wants(operation, ruling, takes_half, gives_half, want, half)
 
 
 def no(*_, **__):
@@ -136,6 +152,10 @@ PRICES = {
     ),
     "a loop computes again": Price(
         *(op, "_recomputes", no), test_loops.test_a_loop_that_says_what_it_keeps_keeps_that
+    ),
+    "a cast of the program to half wants half": Price(
+        *(demand, "wants", casts_want_nothing),
+        test_loops.test_a_loop_keeps_as_little_if_its_body_casts_to_half_by_itself,
     ),
     "chains are one function": Price(
         *(regions._Search, "chain", lambda *_: None),

@@ -232,6 +232,23 @@ def test_it_says_that_float32_changes_nothing():
     assert str(report.after) == str(report.before)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_function_that_calls_autocast_is_described_as_it_runs_if_no_dtype_is_given(dtype):
+    w = jnp.eye(4)
+    half_dot = jax.jit(jmp.autocast(jnp.dot, dtype))
+
+    def step(w, x):
+        return half_dot(w, x) @ x  # Nothing casts the second matmul.
+
+    report = jmp.explain(step)(w, w)
+    assert report.summary() == "5 operations, unchanged: 1 of 2 matmuls in half"
+    (left,) = report.in_float32()
+    assert "step" in left.source
+    assert report.table() == jmp.explain(step, "float32")(w, w).table()
+    # A dtype asks what another autocast around it would do.
+    assert not jmp.explain(step, dtype)(w, w).in_float32()
+
+
 def test_the_text_is_the_summary_and_the_table_and_not_the_jaxprs(report):
     assert repr(report) == f"AutocastReport({report.summary()})"
     text = str(report)

@@ -1,5 +1,6 @@
 """The options of `autocast`: lists of operations, and rules by scope."""
 
+import functools
 import re
 
 import equinox as eqx
@@ -251,6 +252,21 @@ def test_rules_select_arguments_by_their_paths():
         assert products(jmp.autocast(in_jit, rules=given), params, X) == expected
     grads = jax.grad(lambda p: jmp.autocast(fun, rules={"head": "float32"})(p, X).sum())
     assert products(grads, params).count(FULL) == 3  # Of the head: forward, and backward both ways.
+
+
+@pytest.mark.parametrize("pattern", ["**", "*"])
+def test_a_rule_for_everything_selects_what_stands_in_no_scope(pattern):
+    def loss(w, x):
+        half_product = jnp.dot(x.astype("float16"), w.astype("float16"), preferred_element_type=jnp.float32)
+        return jnp.sum(jnp.sin(half_product))
+
+    kept = functools.partial(jmp.autocast, dtype="float16", rules={pattern: "float32"})
+    reasons = {operation.reason for operation in jmp.explain(kept(loss))(W, X).operations}
+    assert reasons == {f"the rule for '{pattern}'"}
+    # The program asks for a float32 cotangent in the matmuls of its gradients, and keeps it in both orders.
+    own = [("float16", "float16"), ("float32", "float16"), ("float32", "float16")]
+    assert products(jax.grad(kept(loss), (0, 1)), W, X) == own
+    assert products(kept(jax.grad(loss, (0, 1))), W, X) == own
 
 
 def test_rules_select_nnx_and_equinox_modules_by_the_path_of_the_argument():

@@ -66,7 +66,7 @@ class Scopes:
                 return reason_of_scope(path)[1] or reason
         if self._rules.dtype == jnp.float32:
             return "the dtype is float32"
-        rule = self.rule_for(path) if path else None
+        rule = self.rule_for(path)
         if rule is None or rule[1] != "float32":
             return ""
         self.kept_by_rules.add(path)

@@ -11,7 +11,7 @@ from ..._attention.run import why_not_fused
 from ..._jaxpr.lines import source_line
 from ..._jaxpr.scopes import FUSED_SCOPE, is_of_gradient, is_transposed, scope_of
 from ..._paths import visible_scope
-from .operations import known
+from .flops import known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +63,12 @@ def attentions_of(
         # A fused attention is a `lax.platform_dependent`: the branch of other platforms, the last one, has
         # the attention as the program wrote it. Its transpose is the backward pass of the same attention.
         if FUSED_SCOPE in scope and equation.primitive.name == "cond" and not is_transposed(equation):
-            *_, (plain, _) = facts.inside(equation)
-            for each in attentions_of(plain, half, times):
-                yield dataclasses.replace(each, fused=True, why_not="", scope=visible_scope(scope))
+            *_, (as_written, _) = facts.inside(equation)
+            for attention in attentions_of(as_written, half, times):
+                yield dataclasses.replace(attention, fused=True, why_not="", scope=visible_scope(scope))
         elif index in found:
-            each = found[index]
-            why_not = DIFFERENTIATED if in_gradient else why_not_fused(each, half, "cudnn")
-            why_not = why_not or "jmp.fuse_attention would fuse it"
-            yield _described(each, why_not, times, scope)
+            why_not = DIFFERENTIATED if in_gradient else why_not_fused(found[index], half, "cudnn")
+            yield _described(found[index], why_not or "jmp.fuse_attention would fuse it", times, scope)
         elif may_hold_attention(equation):
             # The iterations of a `scan`. Those of a `while` are not known.
             runs = times * known(equation.params.get("length", 1))

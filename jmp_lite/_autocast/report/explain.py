@@ -19,11 +19,12 @@ from ..._attention.facts import Facts, unknown
 from ..._dtypes import DTypeLike
 from ..._jaxpr.arguments import Arguments, check_function, in_two_calls
 from ..._jaxpr.read import Jaxpr, all_equations
+from ..._jaxpr.scopes import is_by_autocast
 from ..._text import aligned, wrapped
-from ..api import given_rules, make_plan, prepare, run
+from ..api import given_rules, make_plan, prepare, run, settings_of
 from ..planner import Planner
 from ..planning.plan import Plan
-from ..planning.rules import Rules
+from ..planning.rules import Rules, make_rules
 from .advice import find_promotions
 from .attentions import AutocastAttention, attentions_of
 from .operations import AutocastOperation, operations_of
@@ -204,9 +205,10 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
     Args:
         fun: a function that `autocast` returned. For any other function it tells what `autocast(fun, dtype)`
             would do.
-        dtype: the dtype for a function that `autocast` did not return; bfloat16 by default. With float32 the
-            report is of the program as it is: which matmuls its own casts bring to half, and what promotes
-            the others.
+        dtype: the dtype for a function that `autocast` did not return. With float32 the report is of the
+            program as it is: which matmuls its own casts bring to half, and what promotes the others. The
+            default is float32 if `fun` calls a function that autocast returned, as a train step does, and
+            bfloat16 otherwise.
 
     Returns:
         A function of the arguments of `fun` that returns a `AutocastReport`.
@@ -225,10 +227,14 @@ def explain(fun: Callable[P, Any], dtype: DTypeLike | None = None) -> Callable[P
     """
     check_function("explain", fun)
     wrapped, rules = given_rules("explain", fun, dtype, jnp.bfloat16)
+    is_by_default = dtype is None and settings_of(fun) is None
 
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> AutocastReport:
         traced, planner, plan = prepare(wrapped, rules, args, kwargs, (jax.ShapeDtypeStruct,))
+        if is_by_default and any(map(is_by_autocast, all_equations(traced.jaxpr))):
+            as_it_is = make_rules(jnp.float32)
+            return report_of(traced, as_it_is, *make_plan(traced, as_it_is))
         planner.scopes.check()
         return report_of(traced, rules, planner, plan)
 

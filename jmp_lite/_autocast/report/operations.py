@@ -1,7 +1,6 @@
 """One operation of a program as a report shows it: its category, dtypes, reason, scope and source line."""
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..planning.plan import Decision, Float8, Plan
 from ..planning.ruling import Why
 from ..planning.states import Kind, State
 from .advice import advise_keeping, advise_shapes
+from .flops import flops_of, known
 from .gradients import forward_products
 
 
@@ -107,23 +107,23 @@ class AutocastOperation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Around:
-    """What runs a plan: its line in the program, and whether that is in the backward pass."""
+class _Around:
+    """What runs a plan: its scope and line in the program, how often, and whether in the backward pass."""
 
+    scope: str
+    times: int
     source: str = ""
     caller: str = ""
     backward: bool = False
 
-    def inside(self, op: Op) -> "Around":
-        """Returns what is known of an operation, or of what it runs."""
-        source, backward = (
-            lines.source_line(op.equation),
-            self.backward or op.is_transposed or op.is_recomputed,
-        )
+    def of(self, op: Op) -> "_Around":
+        """Returns the same of an operation of the plan."""
+        scope = join(self.scope, op.scope) if op.scope else self.scope
+        backward = self.backward or op.is_transposed or op.is_recomputed
         # The operations of JAX's own functions, such as `jnp.where`, have the line that calls the function.
-        if not source:
-            return dataclasses.replace(self, backward=backward)
-        return Around(source, lines.calling_line(op.equation), backward)
+        if not (source := lines.source_line(op.equation)):
+            return dataclasses.replace(self, scope=scope, backward=backward)
+        return _Around(scope, self.times, source, lines.calling_line(op.equation), backward)
 
 
 def operations_of(
@@ -134,7 +134,6 @@ def operations_of(
     origins: Sequence[str],
     promotions: Mapping[int, str],
     outputs: Sequence[bool] | None = None,
-    around: Around = Around(),
 ) -> Iterator[AutocastOperation]:
     """Yields the operations of a plan and of the plans inside it.
 
@@ -147,62 +146,108 @@ def operations_of(
         promotions: why products are in float32, by the `id` of their equations.
         outputs: for each output, whether anything reads it. Operations that only unread outputs need are left
             out, as JAX drops them. None for every operation.
-        around: what runs the plan.
     """
-    inside = read.open_jaxpr(plan.jaxpr)
-    states = plan.states
-    paths = dict(zip(inside.invars, origins, strict=True))
-    live = None if outputs is None else _live(inside, outputs)
-    forward = forward_products([decision.op for decision in plan.decisions])
-    arguments: dict[int, tuple[str, ...]] = {}  # Those of each operation, by its index.
-    for index, decision in enumerate(plan.decisions):
-        op, equation = decision.op, decision.op.equation
-        path = join(scope, op.scope) if op.scope else scope
-        taken = ["" if read.is_literal(var) else paths.get(var, "") for var in equation.invars]
-        # The gradient of a weight takes no argument, and belongs to the layer whose gradient it is.
-        of_forward = arguments.get(forward.get(index, -1), ())
-        arguments[index] = of_forward or tuple(dict.fromkeys(filter(None, taken)))
-        if live is not None and id(equation) not in live:
-            pass  # The paths of its results below may still be asked for.
-        elif decision.category is Category.CALL:
-            yield from _operations_of_call(
-                decision,
-                half,
-                scopes.call_scope(path, equation),
-                times,
-                taken,
-                promotions,
-                live,
-                around,
-            )
-        elif has_floating(equation):
-            reason = promotions.get(id(equation), decision.reason)
-            yield _operation(decision, reason, states, half, path, arguments[index], times, around)
+    return _Walk(half, promotions).operations(plan, _Around(scope, times), origins, outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """A walk over a plan and the plans inside it, which describes each operation."""
+
+    half: np.dtype
+    promotions: Mapping[int, str]
+
+    def operations(
+        self, plan: Plan, around: _Around, origins: Sequence[str], outputs: Sequence[bool] | None
+    ) -> Iterator[AutocastOperation]:
+        live = None if outputs is None else _live(read.open_jaxpr(plan.jaxpr), outputs)
+        paths = _paths_of_operands(plan, origins)
+        for decision, taken, arguments in zip(plan.decisions, paths, _arguments(plan, paths)):
+            op = decision.op
+            if live is not None and id(op.equation) not in live:
+                continue
+            if decision.category is Category.CALL:
+                yield from self._inside(decision, around.of(op), taken, live)
+            elif has_floating(op.equation):
+                yield self._operation(decision, around.of(op), arguments, plan.states)
+
+    def _inside(
+        self, call: Decision, here: _Around, origins: Sequence[str], live: dict[int, set[Var]] | None
+    ) -> Iterator[AutocastOperation]:
+        """Yields the operations of the plans inside a call. `origins` are those of its operands."""
+        equation = call.op.equation
+        scope = scopes.call_scope(here.scope, equation)
+        for inner, plan in zip(call.op.inner, call.inner):
+            looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
+            # Only a scan has a length. A `while` counts as one iteration.
+            runs = known(equation.params.get("length", 1)) if looped else 1
+            around = dataclasses.replace(here, scope=scope, times=here.times * runs)
+            entering = [origins[index] for index in inner.operands]
+            outputs = None if live is None else _read_inside(equation, inner, looped, live)
+            yield from self.operations(plan, around, entering, outputs)
+
+    def _operation(
+        self, decision: Decision, here: _Around, arguments: tuple[str, ...], states: Mapping[Var, State]
+    ) -> AutocastOperation:
+        equation, half = decision.op.equation, self.half
+        taken = [_taken_in_half(decision, var, states) for var in equation.invars]
+        in_half = any(taken) or _takes_own_half(equation)
+        is_product = traits_of(equation.primitive.name).category is Category.ALLOW
+        why, reason = self._why(decision, here.scope if is_product and not in_half else "")
+        formats = decision.action.formats if isinstance(decision.action, Float8) else [half] * len(taken)
+        are_half = [state.is_half for state in decision.results]
+        return AutocastOperation(
+            name=equation.primitive.name,
+            category=decision.category.value,
+            reason="; ".join([reason, *_remarks(decision, in_half, states)]),
+            why=why,
+            operands=tuple(map(_typed, equation.invars, taken, formats)),
+            results=tuple(_typed(var, is_half, half) for var, is_half in zip(equation.outvars, are_half)),
+            scope=visible_scope(here.scope),
+            arguments=arguments,
+            source=here.source,
+            times=here.times,
+            flops=flops_of(equation) * here.times,
+            in_half=in_half,
+            advice=advise_shapes(equation) if is_product and in_half else "",
+            in_fp8=decision.in_fp8,
+            not_fp8=decision.not_fp8,
+            caller=here.caller,
+            backward=here.backward,
+        )
+
+    def _why(self, decision: Decision, scope: str) -> tuple[str, str]:
+        """Returns the kind of the reason of an operation, and the reason.
+
+        What an autocast inside of the function has left in float32 has both in its `scope`.
+        """
+        if all(inside := scopes.reason_of_scope(scope)):
+            return inside
+        # A user's list is an option too, and its ruling has no kind of its own.
+        is_by_list = decision.op.is_listed and decision.why is Why.OTHER
+        reason = self.promotions.get(id(decision.op.equation), decision.reason)
+        return (Why.OPTION if is_by_list else decision.why).name.lower(), reason
+
+
+def _paths_of_operands(plan: Plan, origins: Sequence[str]) -> list[list[str]]:
+    """Returns for each operation which argument each operand is, by its path; empty for a computed value."""
+    paths: dict[Var, str] = dict(zip(read.open_jaxpr(plan.jaxpr).invars, origins, strict=True))
+    found: list[list[str]] = []
+    for decision in plan.decisions:
+        equation = decision.op.equation
+        found.append(["" if read.is_literal(var) else paths.get(var, "") for var in equation.invars])
         # An argument that is cast, reshaped or looked up is still that argument to its reader.
-        if decision.category is Category.MOVE or op.is_cast:
-            paths[equation.outvars[0]] = taken[0]
+        if decision.category is Category.MOVE or decision.op.is_cast:
+            paths[equation.outvars[0]] = found[-1][0]
+    return found
 
 
-def _operations_of_call(
-    decision: Decision,
-    half: Any,
-    scope: str,
-    times: int,
-    origins: Sequence[str],
-    promotions: Mapping[int, str],
-    live: dict[int, set[Var]] | None,
-    around: Around,
-) -> Iterator[AutocastOperation]:
-    """Yields the operations of the plans inside a call. `origins` are those of its operands."""
-    equation = decision.op.equation
-    inside = around.inside(decision.op)
-    for inner, plan in zip(decision.op.inner, decision.inner):
-        looped = Role.CARRY in inner.roles or Role.ELEMENT in inner.roles
-        # Only a scan has a length. A `while` counts as one iteration.
-        runs = known(equation.params.get("length", 1)) if looped else 1
-        entering = [origins[index] for index in inner.operands]
-        outputs = None if live is None else _read_inside(equation, inner, looped, live)
-        yield from operations_of(plan, half, scope, times * runs, entering, promotions, outputs, inside)
+def _arguments(plan: Plan, paths: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Returns the arguments of each operation, each once. `paths` are those of its operands."""
+    taken = [tuple(dict.fromkeys(filter(None, each))) for each in paths]
+    forward = forward_products([decision.op for decision in plan.decisions])
+    # The gradient of a weight takes no argument, and belongs to the layer whose gradient it is.
+    return [taken[forward.get(index, index)] or each for index, each in enumerate(taken)]
 
 
 def _live(inside: Jaxpr, outputs: Sequence[bool]) -> dict[int, set[Var]]:
@@ -228,61 +273,13 @@ def _read_inside(
     )
 
 
-def _operation(
-    decision: Decision,
-    reason: str,
-    states: Mapping[Var, State],
-    half: np.dtype,
-    scope: str,
-    arguments: tuple[str, ...],
-    times: int,
-    around: Around,
-) -> AutocastOperation:
-    action = decision.action
-    formats = action.formats if isinstance(action, Float8) else ()
+def _remarks(decision: Decision, in_half: bool, states: Mapping[Var, State]) -> Iterator[str]:
+    """Yields what a report adds to the reason of an operation."""
     equation = decision.op.equation
-    taken = [_taken_in_half(decision, var, states) for var in equation.invars]
-    traced = {var.aval.dtype.name for var in read.floating_operands(equation)}
-    # In half by autocast, or by the program itself.
-    in_half = any(taken) or traced in ({"float16"}, {"bfloat16"})
-    is_product = traits_of(equation.primitive.name).category is Category.ALLOW
-    here = around.inside(decision.op)
-    why, reason = _why(decision, reason, "" if in_half or not is_product else scope)
-    saves = advise_keeping(equation, [_state(var, states) for var in equation.invars]) if in_half else ""
-    not_fp8 = f"bfloat16, not fp8: {decision.not_fp8}" if decision.not_fp8 else ""
-    return AutocastOperation(
-        name=equation.primitive.name,
-        category=decision.category.value,
-        reason="; ".join(filter(None, (reason, saves, not_fp8))),
-        why=why,
-        operands=tuple(map(_typed, equation.invars, taken, formats or [half] * len(taken))),
-        results=tuple(
-            _typed(var, each.is_half, half) for var, each in zip(equation.outvars, decision.results)
-        ),
-        scope=visible_scope(scope),
-        arguments=arguments,
-        source=here.source,
-        times=times,
-        flops=_flops(equation) * times,
-        in_half=in_half,
-        advice=advise_shapes(equation) if in_half and is_product else "",
-        in_fp8=bool(formats),
-        not_fp8=decision.not_fp8,
-        caller=here.caller,
-        backward=here.backward,
-    )
-
-
-def _why(decision: Decision, reason: str, scope: str) -> tuple[str, str]:
-    """Returns the kind of the reason of an operation, and the reason.
-
-    What an autocast inside of the function has left in float32 has both in its `scope`.
-    """
-    if all(inside := scopes.reason_of_scope(scope)):
-        return inside
-    # A user's list is an option too, and its ruling has no kind of its own.
-    is_by_list = decision.op.is_listed and decision.why is Why.OTHER
-    return (Why.OPTION if is_by_list else decision.why).name.lower(), reason
+    if in_half and (saves := advise_keeping(equation, [_state(var, states) for var in equation.invars])):
+        yield saves
+    if decision.not_fp8:
+        yield f"bfloat16, not fp8: {decision.not_fp8}"
 
 
 def _state(var: Var, states: Mapping[Var, State]) -> State:
@@ -301,40 +298,11 @@ def _taken_in_half(decision: Decision, var: Var, states: Mapping[Var, State]) ->
     return decision.takes_half
 
 
+def _takes_own_half(equation: Equation) -> bool:
+    """Whether all floating operands of an operation are in one half dtype in the program itself."""
+    return {var.aval.dtype.name for var in read.floating_operands(equation)} in ({"float16"}, {"bfloat16"})
+
+
 def has_floating(equation: Equation) -> bool:
     """Whether an operation takes or gives floating or complex values."""
     return any(is_floating(var.aval) for var in (*equation.invars, *equation.outvars))
-
-
-def _flops(equation: Equation) -> int:
-    """Floating point operations: two for each multiply and add of a product, else one an element."""
-    name, params = equation.primitive.name, equation.params
-    if name == "conv_general_dilated":
-        kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
-        # Each element of the result sums over the kernel of one output feature.
-        features = kernel[params["dimension_numbers"].rhs_spec[0]]
-        return 2 * math.prod(out) * math.prod(kernel) // features
-    if name == "dot_general":
-        return 2 * math.prod(_shape(equation.outvars[0])) * _summed(equation, params["dimension_numbers"])
-    if name == "ragged_dot_general":
-        numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        return 2 * math.prod(_shape(equation.outvars[0])) * _summed(equation, numbers)
-    if traits_of(name).category is Category.MOVE or name == "convert_element_type":
-        return 0
-    # A reduction has more elements in its operand than in its result.
-    return max((math.prod(_shape(var)) for var in (*equation.invars, *equation.outvars)), default=0)
-
-
-def _summed(equation: Equation, numbers: Any) -> int:
-    """Returns how many products a matmul adds up for each element of its result."""
-    left = _shape(equation.invars[0])
-    return math.prod(left[axis] for axis in numbers[0][0])
-
-
-def _shape(var: Var) -> tuple[int, ...]:
-    return tuple(map(known, getattr(var.aval, "shape", ())))
-
-
-def known(size: Any) -> int:
-    """Returns a size, 1 for a symbolic one: `jax.export` knows it only when the program runs."""
-    return size if isinstance(size, int) else 1

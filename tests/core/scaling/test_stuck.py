@@ -1,6 +1,7 @@
 """`raise_if_stuck` on runs that skip no step and do not learn, and the counts and limits that it reads."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import jmp_lite as jmp
+from jmp_lite._scaling import stuck
 
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(4, 3), "b": jnp.zeros(3)}
 X = jnp.linspace(-1, 1, 20).reshape(5, 4)
@@ -76,6 +78,31 @@ def test_each_member_of_a_mapped_state_is_checked():
     grown = jax.tree.map(grow, states.loss_scale)
     with pytest.warns(UserWarning, match=r"Member \[2\] of \[3\]: The loss scale has grown"):
         jmp.raise_if_stuck(dataclasses.replace(states, loss_scale=grown), 3)
+
+
+def test_the_moments_of_a_mapped_state_are_read_once_for_all_members(monkeypatch):
+    read = {"flattened": 0, "fetched": 0}
+    flatten, fetch = stuck.without_nnx_variables, jax.device_get
+
+    def counted(name, function, tree):
+        read[name] += 1
+        return function(tree)
+
+    monkeypatch.setattr(stuck, "without_nnx_variables", functools.partial(counted, "flattened", flatten))
+    monkeypatch.setattr(jax, "device_get", functools.partial(counted, "fetched", fetch))
+    tx = jmp.with_loss_scale(optax.scale_by_adam())
+    states = jax.vmap(tx.init)(jax.tree.map(lambda p: jnp.stack([p] * 4), PARAMS))
+    # The gradients of all members but the last one were not zero.
+    moments = jax.tree.map(jnp.ones_like, states.inner_state)
+    moments = moments._replace(mu=jax.tree.map(lambda moment: moment.at[-1].set(0), moments.mu))
+    states = dataclasses.replace(states, counts=jnp.full((4, 3), jnp.array([9, 0, 0])), inner_state=moments)
+    jmp.raise_if_stuck(jax.tree.map(lambda leaf: leaf[:-1], states), 9)
+    assert read == {"flattened": 1, "fetched": 1}  # The smallest moment is enough.
+    with pytest.raises(FloatingPointError, match=r"Member \[3\] of \[4\]: The gradients of all 9 steps"):
+        jmp.raise_if_stuck(states, 9)
+    assert read == {"flattened": 2, "fetched": 3}
+    jmp.raise_if_stuck(states, 10)  # Too early, so nothing is read.
+    assert read == {"flattened": 2, "fetched": 3}
 
 
 def test_gradients_that_wait_in_an_accumulation_are_not_zero():
