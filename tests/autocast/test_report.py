@@ -225,7 +225,7 @@ def test_it_explains_a_plain_function_as_if_it_were_autocast():
 def test_it_says_that_float32_changes_nothing():
     report = jmp.explain(jmp.autocast(loss_fn, "float32"))(PARAMS, TOKENS)
     count = len(report.operations)
-    assert report.summary() == f"{count} operations, unchanged: 0 of 5 matmuls in half"
+    assert report.summary() == f"{count} operations as written: 0 of 5 matmuls in half"
     assert (report.casts, report.tensor_core_share) == (0, 0)
     others = {operation.reason for operation in report.operations if not operation.is_product}
     assert others == {"the dtype is float32"}
@@ -241,7 +241,7 @@ def test_a_function_that_calls_autocast_is_described_as_it_runs_if_no_dtype_is_g
         return half_dot(w, x) @ x  # Nothing casts the second matmul.
 
     report = jmp.explain(step)(w, w)
-    assert report.summary() == "5 operations, unchanged: 1 of 2 matmuls in half"
+    assert report.summary() == "5 operations as written: 1 of 2 matmuls in half"
     (left,) = report.in_float32()
     assert "step" in left.source
     assert report.table() == jmp.explain(step, "float32")(w, w).table()

@@ -99,7 +99,7 @@ class AutocastReport:
     def _summary_as_traced(self) -> str:
         products = [operation for operation in self.operations if operation.is_product]
         half = sum(operation.in_half for operation in products)
-        total = f"{len(self.operations):,} operations, unchanged"
+        total = f"{len(self.operations):,} operations as written"
         return f"{total}: {half:,} of {len(products):,} matmuls in half"
 
     def _in_half(self) -> tuple[int, int]:
