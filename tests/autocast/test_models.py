@@ -186,7 +186,7 @@ def test_a_transformer_saves_at_most_the_bytes_of_casts_by_hand_for_the_backward
     assert half < 0.65 * full
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.exhaustive  # tests/laws/test_numbers.py has this law of smaller programs.
 @pytest.mark.parametrize("family", [gpt2, bert, neumf, resnet, unet], ids=lambda module: module.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_orders_compute_the_same_loss(family, dtype):

@@ -106,7 +106,7 @@ SOLVERS = {
 }
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", SOLVERS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_gradient_through_a_solver_is_that_of_float32(name, order):

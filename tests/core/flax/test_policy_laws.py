@@ -101,10 +101,12 @@ def test_the_numbers_are_as_good_as_with_the_dtype_of_each_layer(library, transf
     by_hand, *_ = make(library, transform, name, jnp.dtype(half), rule)
     noise = lambda leaf: leaf + 0.1 * normal(leaf.size, SEEDS, *leaf.shape)
     many = jax.tree.map(noise, params), jax.tree.map(lambda leaf: jnp.stack([leaf] * SEEDS), statistics)
+    models = plain, by_hand, under(library, plain, rule, half, reduce_dtype)
+    runs = [jax.vmap(loss_and_grads(model, transform), in_axes=(0, 0, None)) for model in models]
     results = []
-    for model in (plain, by_hand, under(library, plain, rule, half, reduce_dtype)):
-        run_all = jax.vmap(loss_and_grads(model, transform), in_axes=(0, 0, None))
-        (_, (outputs, new)), grads = jax.jit(run_all)(*many, INPUTS[name])
+    for (_, (outputs, new)), grads in jax.jit(lambda *args: [run(*args) for run in runs])(
+        *many, INPUTS[name]
+    ):
         results.append((outputs.pop("y"), new, grads, outputs))
     expected, hand, policy = results
     jax.tree.map(np.testing.assert_array_equal, policy[3]["ids"], expected[3]["ids"])
