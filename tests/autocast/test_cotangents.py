@@ -116,7 +116,7 @@ def by_hand(params, half):
 
 
 def fit(loss):
-    """A function of a target, which gives parameters of the model at which a loss is below it, and the loss."""
+    """Returns a function of a target, which trains the model in float32 until the loss is below it."""
     keys = jax.random.split(jax.random.key(1))
     shapes = {"w": (WIDTH, 64), "head": (64, CLASSES)}
     params = {k: jax.random.normal(key, s) / s[0] ** 0.5 for key, (k, s) in zip(keys, shapes.items())}

@@ -104,9 +104,8 @@ def test_the_numbers_are_as_good_as_with_the_dtype_of_each_layer(library, transf
     models = plain, by_hand, under(library, plain, rule, half, reduce_dtype)
     runs = [jax.vmap(loss_and_grads(model, transform), in_axes=(0, 0, None)) for model in models]
     results = []
-    for (_, (outputs, new)), grads in jax.jit(lambda *args: [run(*args) for run in runs])(
-        *many, INPUTS[name]
-    ):
+    run_all = jax.jit(lambda *args: [each(*args) for each in runs])
+    for (_, (outputs, new)), grads in run_all(*many, INPUTS[name]):
         results.append((outputs.pop("y"), new, grads, outputs))
     expected, hand, policy = results
     jax.tree.map(np.testing.assert_array_equal, policy[3]["ids"], expected[3]["ids"])
