@@ -76,7 +76,7 @@ def error(actual, expected):
 IN_TURNS = [*zip(FUSED, itertools.cycle(ORDERS)), *zip(FUSED, itertools.cycle(reversed(ORDERS)))]
 
 
-@pytest.mark.cases(slow=len(FUSED) // 6)
+@pytest.mark.cases(slow=len(FUSED) // 10)
 @pytest.mark.parametrize(("name", "order"), IN_TURNS)
 def test_values_and_gradients_are_those_of_the_program(name, order):
     """Within twice the error of autocast without it."""

@@ -75,7 +75,7 @@ def kept(fun, half):
     return collections.Counter((leaf.shape[3:], leaf.dtype.name) for leaf in rows)
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_softmaxes_have_the_values_and_derivatives_of_float32(name):
     half = "float16"

@@ -57,7 +57,7 @@ def test_each_parameter_of_with_policy_has_a_row(library):
     assert parameters == [*OPTIONS]
 
 
-@pytest.mark.cases(fast=1, slow=len(TRANSFORMS) // 2)
+@pytest.mark.cases(fast=1, slow=len(TRANSFORMS) // 3)
 @pytest.mark.parametrize(("library", "transform"), TRANSFORMS[::2] + TRANSFORMS[1::2])
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_what_runs_in_float32_runs_with_the_same_dtypes(library, transform, case):
@@ -74,7 +74,7 @@ def test_what_runs_in_float32_runs_with_the_same_dtypes(library, transform, case
     assert {jnp.dtype(half)} in operands
 
 
-@pytest.mark.cases(fast=1, slow=len(TRANSFORMS) // 2)
+@pytest.mark.cases(fast=1, slow=len(TRANSFORMS) // 3)
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize(("library", "transform"), TRANSFORMS[::-1])
 def test_it_runs_under_strict_dtype_promotion(library, transform, name):
