@@ -74,8 +74,8 @@ def test_the_gradients_of_the_digits_that_are_zero_in_float16():
 
 @pytest.mark.slow
 def test_a_pinn_in_float16_ends_nearer_to_float32_than_in_bfloat16():
-    """The errors of docs/questions.md, here of one seed: -u'' = pi**2 * sin(pi * x) on [-1, 1]."""
-    x, right = jnp.linspace(-1, 1, 128), lambda x: jnp.sin(jnp.pi * x)
+    """-u'' = pi**2 * sin(pi * x) on [-1, 1]. docs/questions.md has longer runs."""
+    x, right = jnp.linspace(-1, 1, 64), lambda x: jnp.sin(jnp.pi * x)
 
     def solution(params, x):
         (first, _), (second, _), (last, _) = params
@@ -93,7 +93,7 @@ def test_a_pinn_in_float16_ends_nearer_to_float32_than_in_bfloat16():
             (jax.random.normal(key, shape) / shape[0] ** 0.5, jnp.zeros(shape[1]))
             for key, shape in zip(keys, shapes)
         ]
-        tx = jmp.with_loss_scale(optax.adam(optax.cosine_decay_schedule(2e-3, 3000)))
+        tx = jmp.with_loss_scale(optax.adam(optax.cosine_decay_schedule(2e-3, 1500)))
         loss_fn = jmp.autocast(residual, dtype)
 
         def step(carry, _):
@@ -102,12 +102,12 @@ def test_a_pinn_in_float16_ends_nearer_to_float32_than_in_bfloat16():
             updates, opt_state = tx.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), opt_state), None
 
-        run = jax.jit(lambda start: jax.lax.scan(step, start, length=3000)[0])
+        run = jax.jit(lambda start: jax.lax.scan(step, start, length=1500)[0])
         params, _ = run((params, tx.init(params)))
         found = jax.vmap(solution, (None, 0))(params, x)
         return jnp.linalg.norm(found - right(x)) / jnp.linalg.norm(right(x))
 
     full, half, coarse = map(error, ("float32", "float16", "bfloat16"))
-    assert full < 2e-4
-    assert half < 3e-4
+    assert full < 6e-4
+    assert half < 6e-4
     assert coarse > 2 * max(full, half)

@@ -115,8 +115,8 @@ def by_hand(params, half):
     return (hidden @ cast(params["head"])).astype(F32)
 
 
-def fitted(loss, target):
-    """Parameters of the model at which a loss is below `target`, trained in float32."""
+def fit(loss):
+    """Returns a function of a target, which trains the model in float32 until the loss is below it."""
     keys = jax.random.split(jax.random.key(1))
     shapes = {"w": (WIDTH, 64), "head": (64, CLASSES)}
     params = {k: jax.random.normal(key, s) / s[0] ** 0.5 for key, (k, s) in zip(keys, shapes.items())}
@@ -128,10 +128,13 @@ def fitted(loss, target):
         updates, opt_state = tx.update(grads, opt_state)
         return optax.apply_updates(params, updates), opt_state, value, count + 1
 
-    goes_on = lambda state: (state[2] > target) & (state[3] < 5000)
-    run = jax.jit(lambda state: lax.while_loop(goes_on, step, state))
-    params, _, value, _ = run((params, tx.init(params), jnp.inf, 0))
-    return params, float(value)
+    @jax.jit
+    def run(target):
+        goes_on = lambda state: (state[2] > target) & (state[3] < 5000)
+        found = lax.while_loop(goes_on, step, (params, tx.init(params), jnp.inf, 0))
+        return found[0], found[2]
+
+    return run
 
 
 def flat(tree):
@@ -155,8 +158,9 @@ def errors(loss, params, half):
 @pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_a_fitted_batch_are_those_of_casts_by_hand(name):
+    run = fit(LOSSES[name])
     for target in (1.0, 1e-4):
-        params, value = fitted(LOSSES[name], target)
+        params, value = run(target)
         for half in HALVES:
             found = errors(LOSSES[name], params, half)
             assert found["inside"] <= 1.3 * found["by hand"], (value, half, found)

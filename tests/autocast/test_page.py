@@ -4,6 +4,7 @@ import html
 import html.parser
 import pathlib
 import re
+import string
 import sys
 import types
 
@@ -279,8 +280,11 @@ def test_the_first_sentence_says_how_many_matmuls_are_not_in_half_and_why():
     assert "<div>All 1 matmuls run in half precision.</div>" in page_of(jnp.dot, W, X.T, dtype="float16")
 
 
-def test_equal_layers_are_one_row_and_a_matmul_in_float32_is_red():
+def test_equal_layers_or_too_many_modules_are_one_row_and_a_matmul_in_float32_is_red():
     def fun(w, x):
+        for name in string.ascii_lowercase:
+            with jax.named_scope(f"mixture/experts/{name}"):
+                x = x @ w
         for number in range(3):
             with jax.named_scope(f"layer_{number}/attn"):
                 x = jnp.einsum("bi,io->bo", x, w)
@@ -288,5 +292,6 @@ def test_equal_layers_are_one_row_and_a_matmul_in_float32_is_red():
 
     page = page_of(fun, W, X, dtype="float16")
     assert ">layer_0 … layer_2/attn, 3 alike</a>" in page
+    assert ">mixture/experts</a>" in page
     assert "io-&gt;bo" not in page.split("<table>")[1].split("</table>")[0]
     assert "<span class='chip left'>f32 <small>option</small></span>" in page

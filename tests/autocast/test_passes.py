@@ -18,7 +18,7 @@ from jmp_lite._autocast.planning.passes.pairs import pairs
 from jmp_lite._autocast.planning.passes.precision import precision
 from jmp_lite._autocast.planning.passes.recompute import recompute
 from tests.autocast.test_cotangents import X as ROWS
-from tests.autocast.test_cotangents import errors, fitted
+from tests.autocast.test_cotangents import errors, fit
 from tests.support.jaxprs import equations
 from tests.support.small_programs import W, X
 
@@ -43,7 +43,7 @@ def of_checkpoint():
 def of_loss():
     labels = jnp.arange(len(ROWS)) % 4
     loss = lambda logits: optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-    return errors(loss, fitted(loss, 1e-4)[0], "bfloat16")["inside"]
+    return errors(loss, fit(loss)(1e-4)[0], "bfloat16")["inside"]
 
 
 def of_matmuls():

@@ -141,7 +141,7 @@ def error(found, exact):
     return max(abs(found[0] - exact[0]) / abs(exact[0]), norm(found[1] - exact[1]) / (norm(exact[1]) or 1))
 
 
-@pytest.mark.cases(slow=8)
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize("seed", range(400))
 def test_each_remedy_that_is_printed_mends_the_program_that_it_is_written_into(seed):
     program = Program(seed)

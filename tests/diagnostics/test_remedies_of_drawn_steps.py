@@ -99,7 +99,7 @@ def page_of(step):
     return [finding for finding in findings if finding.severity != "speed"]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("rate", [None, 1.0], ids=["adam", "sgd"])
 def test_gradients_that_are_divided_by_the_scale_in_half_are_named_by_that_line(rate):
     step = Step("before", "in_half", 2.0**14, 1e-6, rate)
@@ -111,7 +111,7 @@ def test_gradients_that_are_divided_by_the_scale_in_half_are_named_by_that_line(
     assert "hint" not in fault.advice  # The loss is scaled.
 
 
-@pytest.mark.cases(slow=8)
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize("seed", range(120))
 def test_each_remedy_of_a_step_trains_as_in_float32(seed):
     draw = random.Random(seed)

@@ -40,7 +40,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.cases(slow=5)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("labels", [LABELS, OUTSIDE], ids=["inside", "outside"])
 @pytest.mark.parametrize("name", LOOKUPS)

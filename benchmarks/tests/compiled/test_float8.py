@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:autocast.*'fl
 
 # `milliseconds` are the estimates for bfloat16 and fp8. The last three columns are the estimate, the bytes of
 # all kernels that are not products, and the memory, each beside bfloat16.
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("width", "triton", "flash", "kernels", "milliseconds", "times", "elsewhere", "held"),
     [

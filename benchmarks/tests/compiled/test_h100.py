@@ -126,12 +126,12 @@ def test_with_clip_norm_the_check_reads_no_gradient():
 
 
 def test_a_scaled_float16_step_costs_little_more_than_a_bfloat16_step():
-    sizes = {"layers": 2, "width": 256, "vocabulary": 2048, "batch": 8, "length": 256}
+    sizes = {"layers": 1, "width": 256, "vocabulary": 2048, "batch": 8, "length": 256}
     half = loss_scale_cost.gpt_case("jmp_lite", jnp.float16, **sizes)
     brain = loss_scale_cost.gpt_case("plain", jnp.bfloat16, **sizes)
     assert half.bytes_moved <= 1.01 * brain.bytes_moved
     assert half.kernels <= brain.kernels + 24
-    assert_in_place(half, leaves=2 * 12 + 4)
+    assert_in_place(half, leaves=12 + 4)
 
 
 def test_the_gate_rejects_a_step_that_copies_its_old_state():
@@ -195,7 +195,7 @@ SMALL_MODELS = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=0)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_autocast_moves_and_holds_as_little_as_a_policy(name):
     model, shape, limit = SMALL_MODELS[name]
@@ -401,8 +401,7 @@ def test_a_loop_reads_rounded_values_in_the_program_too(half):
     assert count(jax.grad(jmp.autocast(loss, half))) > count(jax.grad(loss)) == 0
 
 
-@pytest.mark.parametrize("length", [197, 257])
-@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize(("length", "drop"), [(257, False), (197, True)])
 def test_rows_that_are_no_multiple_of_8_move_no_more_bytes_than_the_other_order(length, drop):
     """ViT has 197 tokens, DINOv2 257: XLA pads the scores, which a second softmax would read as they are."""
 

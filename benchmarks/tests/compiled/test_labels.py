@@ -10,7 +10,7 @@ program = functools.cache(program)  # Both losses are compared with one-hot labe
 SMALL = {"layers": 1, "width": 256, "length": 256, "vocabulary": 8192}
 
 
-@pytest.mark.cases(slow=1)
+@pytest.mark.exhaustive  # tests/jaxpr/test_picks.py finds no scatter.
 @pytest.mark.parametrize("loss", list(LOSSES)[1:])
 @pytest.mark.parametrize("way", list(WAYS)[1:])
 def test_the_gradient_of_a_label_is_no_scatter_of_the_size_of_the_logits(loss, way):

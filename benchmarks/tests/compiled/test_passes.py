@@ -12,8 +12,8 @@ def test_the_page_has_the_table_of_the_passes():
         assert f"| {' | '.join(row)} |" in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "checkpointed"), [("recompute", False), ("checkpoints", True)])
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize(("name", "checkpointed"), [("checkpoints", True), ("recompute", False)])
 def test_a_pass_holds_fewer_bytes_and_moves_no_more(name, checkpointed):
     """The two passes that save memory, each beside the passes in front of it, on an H100."""
     count = [each.__name__ for each in passes.planner.PASSES].index(name)

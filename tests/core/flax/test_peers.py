@@ -128,8 +128,8 @@ MODELS = {
 }
 
 
-def errors(name, model):
-    """Returns the relative errors of results and gradients, each a geometric mean over seeds."""
+def errors(name, *models):
+    """Returns the relative errors of results and gradients of each model: geometric means over seeds."""
     cls, inputs, _ = MODELS[name]
 
     def run(model, params):
@@ -137,15 +137,16 @@ def errors(name, model):
         return model.apply(params, *inputs), jax.grad(loss)(params)
 
     keys = jax.random.split(jax.random.key(0), SEEDS)
-    params = jax.vmap(lambda key: cls().init(key, *inputs))(keys)
-    exact, found = (jax.jit(jax.vmap(functools.partial(run, m)))(params) for m in (cls(), model))
+    params = jax.jit(jax.vmap(lambda key: cls().init(key, *inputs)))(keys)
+    run_all = jax.jit(jax.vmap(lambda params: [run(model, params) for model in (cls(), *models)]))
+    exact, *found = run_all(params)
 
     def error(tree, exact):
         norms = lambda tree: sum(jnp.sum(leaf.reshape(SEEDS, -1) ** 2, 1) for leaf in jax.tree.leaves(tree))
         difference = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b, tree, exact)
         return float(jnp.exp(jnp.mean(jnp.log(norms(difference) / norms(exact)))) ** 0.5)
 
-    return [error(*pair) for pair in zip(found, exact)]
+    return [[error(*pair) for pair in zip(each, exact)] for each in found]
 
 
 @pytest.mark.cases(slow=1)
@@ -154,6 +155,5 @@ def errors(name, model):
 def test_a_model_is_as_near_to_float32_as_with_the_dtype_of_its_layers(name, half):
     cls, _, rules = MODELS[name]
     policy = jmp.get_policy(f"params=float32,compute={half},output=float32").with_rules(rules)
-    by_hand = errors(name, cls(dtype_by_hand=jnp.dtype(half)))
-    under = errors(name, with_policy(cls(), policy))
+    by_hand, under = errors(name, cls(dtype_by_hand=jnp.dtype(half)), with_policy(cls(), policy))
     assert all(error <= 1.2 * limit for error, limit in zip(under, by_hand, strict=True))

@@ -112,17 +112,17 @@ def test_an_axis_that_is_not_there_is_named(rounding):
 
 
 WRAPPERS = {
-    "parameters": (jnp.bfloat16, jmp.with_stochastic_rounding),
-    "state": (jnp.float32, jmp.with_half_state),
     "both": (
         jnp.bfloat16,
         lambda tx: jmp.with_loss_scale(jmp.with_stochastic_rounding(jmp.with_half_state(tx))),
     ),
     "masters": (jnp.bfloat16, lambda tx: jmp.with_loss_scale(jmp.with_master_params(tx))),
+    "parameters": (jnp.bfloat16, jmp.with_stochastic_rounding),
+    "state": (jnp.float32, jmp.with_half_state),
 }
 
 
-@pytest.mark.cases(slow=9)
+@pytest.mark.cases(slow=2)  # The others are parts of the first.
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_explicit_axes_need_no_mesh_that_is_set(name):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)

@@ -20,12 +20,14 @@ MANY_TRIALS = (
 def cases(runs):
     """Of nine named kinds of faults one is fast and three are exhaustive. The others are slow.
 
-    Those after public issues, and every second one with remedies of its own, are exhaustive.
+    Those after public issues, and three of four with remedies of their own, are exhaustive.
     """
     named = [run for run in runs if not run.source and run not in REMEDIED and run.name not in MANY_TRIALS]
 
+    rare = [run for run in REMEDIED if run not in REMEDIED[2::4]]
+
     def marks(run):
-        if run.source or run in REMEDIED[1::2] or run in named[2::3]:
+        if run.source or run in rare or run in named[2::3]:
             return [pytest.mark.exhaustive]
         return [] if run in named[::9] else [pytest.mark.slow]
 
