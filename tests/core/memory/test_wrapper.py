@@ -58,6 +58,14 @@ def test_a_gradient_that_does_not_fit_its_parameter_is_named(wrap, optimizer):
             jax.eval_shape(tx.update, {**PARAMS, "head": grads}, state, HALVES)
 
 
+def test_the_only_gradient_is_named_if_it_does_not_fit():
+    tx, params = jmp.with_half_state(optax.trace(0.9)), {"w": jnp.ones((2, 3))}
+    with pytest.raises(
+        ValueError, match=r"The gradient 'w' has the shape \(3,\), and its parameter has \(2, 3\)"
+    ):
+        tx.update({"w": jnp.ones(3)}, tx.init(params), params)
+
+
 def test_masters_need_a_gradient_of_each_parameter():
     tx = jmp.with_master_params(optax.sgd(1e-3))
     with pytest.raises(ValueError, match=r"The gradients lack the parameters \['head/b'"):
