@@ -79,6 +79,7 @@ def work(fun, *args):
     return sum(entry.callcount for entry in profile.getstats())
 
 
+# The limits are 1 or 2 % above the ratios of JAX 0.12, which are up to 5 % above those of 0.10.2.
 # With autocast inside the gradient, the transformer is more work: autocast traces the attention and both of
 # its rules. The plain program traces the rules alone.
 @pytest.mark.cases(slow=1)
@@ -86,9 +87,9 @@ def work(fun, *args):
     ("program", "order", "limit"),
     [
         ("pinn", "outside", 1.85),
-        ("pinn", "inside", 1.53),
+        ("pinn", "inside", 1.56),
         ("transformer", "inside", 2.2),
-        ("transformer", "outside", 1.75),
+        ("transformer", "outside", 1.86),
     ],
 )
 def test_a_trace_under_autocast_is_about_as_much_work_as_two_without(program, order, limit):
@@ -98,7 +99,7 @@ def test_a_trace_under_autocast_is_about_as_much_work_as_two_without(program, or
 
 
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize(("model", "limit"), [("Linen MLP", 1.35), ("NNX ResNet", 1.6)])
+@pytest.mark.parametrize(("model", "limit"), [("Linen MLP", 1.35), ("NNX ResNet", 1.65)])
 def test_a_model_without_equal_layers_is_little_more_work(model, limit):
     case = CASES[model](jnp.float16)
     under = case.step(inner=lambda fun: jmp.autocast(fun, "float16"))
