@@ -232,6 +232,20 @@ def test_the_files_that_the_tour_of_the_code_names_exist():
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
+def test_the_names_that_the_guide_for_contributors_gives_are_those_of_the_code():
+    page = (ROOT / "docs/development.md").read_text()
+    dotted = re.findall(r"`([\w.]*[A-Z_]\w+)(?:\(.*?\))?`", page)
+    named = {part for name in dotted if not name.endswith(".py") for part in name.split(".")}
+    files = [
+        path.read_text()
+        for room in ("jmp_lite", "tests", "benchmarks")
+        for path in (ROOT / room).rglob("*.py")
+    ]
+    known = set(re.findall(r"\w+", "".join(files)))
+    assert len(named) > 60
+    assert sorted(named - known) == []
+
+
 TOPICS = (
     *(
         "gradient accumulation",

@@ -86,9 +86,9 @@ def autocast(
       `ragged_dot_general`) take half inputs and return half. The hardware accumulates in float32.
     - *deny*: the operations that lose range or precision in half (exp, log, rsqrt, sums, ...) run in
       float32.
-    - *infer*: element-wise operations run in the widest dtype among their operands. Numbers, looked-up
-      embeddings and broadcast operands (biases, scales, masks) adapt: `h + bias` is in half if `h` is. The
-      result is in half only if all its readers take half.
+    - *infer*: element-wise operations, and others such as `max` and `concatenate`, run in the widest dtype
+      among their operands. Numbers, looked-up embeddings and broadcast operands (biases, scales, masks)
+      adapt: `h + bias` is in half if `h` is. The result is in half only if all its readers take half.
     - Every other operation keeps the dtypes with which it was traced.
 
     autocast only ever changes float32. Integers, float64, complex, fp8 and the half values of your own stay
