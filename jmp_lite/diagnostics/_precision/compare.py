@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, Unpack
 
 import jax.numpy as jnp
@@ -13,9 +13,8 @@ from ..._dtypes import DTypeLike
 from ..._jaxpr import in_two_calls
 from .._values.case import Case, Options, tool
 from .judge import Judge
-from .modules import Module
 from .remedies import few_edits, rules_for, words_for
-from .report import HARM, Limits, ModuleDifference, PrecisionReport
+from .report import ModuleDifference, PrecisionReport
 from .runs import Runs
 
 P = ParamSpec("P")
@@ -109,7 +108,16 @@ def report_of(runs: Runs, tolerance: float | None, judge: Judge) -> PrecisionRep
         return (limits.measured(error), getattr(error, other))
 
     order = sorted(own, key=lambda module: size(own[module]), reverse=True)
-    kept = () if is_close else _remedy(runs, limits, judge)
+    enough = (limits.tolerance, math.inf)
+    kept = () if is_close else few_edits(runs, lambda kept: size(runs.keeping(kept)), enough)
+
+    def with_loss(kept):
+        error = runs.keeping(kept)
+        return (math.inf if judge.is_loss_wrong(error, tolerance) else limits.measured(error), 0.0)
+
+    # These edits may mend the gradients and leave the loss wrong.
+    if kept and judge.is_loss_wrong(runs.keeping(kept), tolerance):
+        kept = few_edits(runs, with_loss, enough) or kept
 
     def labels(modules):
         return tuple(module.label for module in modules)
@@ -134,20 +142,3 @@ def report_of(runs: Runs, tolerance: float | None, judge: Judge) -> PrecisionRep
     return dataclasses.replace(
         report, kept=labels(kept), rules=rules_for(runs, kept), change=words, with_rules=with_rules
     )
-
-
-def _remedy(runs: Runs, limits: Limits, judge: Judge) -> Sequence[Module] | None:
-    """Returns few edits that bring the gradients and the loss to the tolerance, or what is compared alone."""
-
-    def measured(kept):
-        return limits.measured(runs.keeping(kept))
-
-    def both(kept):
-        # In units of what is allowed. An edit may mend the gradients and leave the loss wrong.
-        error = runs.keeping(kept)
-        return max(
-            limits.measured(error) / limits.tolerance, judge.loss_error(error) / max(HARM, limits.tolerance)
-        )
-
-    kept = few_edits(runs, both, 1.0) if limits.tolerance else None
-    return few_edits(runs, measured, limits.tolerance) if kept is None else kept

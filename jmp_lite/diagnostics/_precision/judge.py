@@ -33,14 +33,18 @@ class Judge:
         if is_random and not limits.allow(half):
             leaf = max(LEAF, BY_HAND * self._runs.by_hand.leaf)
             limits = Limits("gradients", max(least, BY_HAND * self._runs.by_hand.gradients), leaf)
-        # The gradients of a wrong loss may be right, as those of a sum that stops growing. The loss is
-        # measured only if its error is harmful: a small difference of large numbers has a large relative
-        # error.
-        largest = max(least, HARM)
-        if not limits.allow(half) or self.loss_error(half) <= largest:
+        # The gradients of a wrong loss may be right, as those of a sum that stops growing.
+        if not limits.allow(half) or not self.is_loss_wrong(half, tolerance):
             return limits
         of_hand = BY_HAND * self._runs.by_hand.loss if tolerance is None else 0.0
-        return limits if half.loss <= of_hand else Limits("loss", max(largest, of_hand))
+        return Limits("loss", max(least, HARM, of_hand))
+
+    def is_loss_wrong(self, error: Difference, tolerance: float | None) -> bool:
+        """Whether the error of a loss is harmful, and more than casts by hand cost."""
+        # A small difference of large numbers has a large relative error.
+        if self.loss_error(error) <= max(self._harmless if tolerance is None else tolerance, HARM):
+            return False
+        return tolerance is not None or error.loss > BY_HAND * self._runs.by_hand.loss
 
     def try_scale(self, tolerance: float | None) -> Difference | None:
         """Switches to the loss scale that is enough, or helps most; returns the error before.
