@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, Unpack
 
 import jax.numpy as jnp
@@ -13,8 +13,9 @@ from ..._dtypes import DTypeLike
 from ..._jaxpr import in_two_calls
 from .._values.case import Case, Options, tool
 from .judge import Judge
+from .modules import Module
 from .remedies import few_edits, rules_for, words_for
-from .report import ModuleDifference, PrecisionReport
+from .report import Difference, Limits, ModuleDifference, PrecisionReport
 from .runs import Runs
 
 P = ParamSpec("P")
@@ -108,16 +109,7 @@ def report_of(runs: Runs, tolerance: float | None, judge: Judge) -> PrecisionRep
         return (limits.measured(error), getattr(error, other))
 
     order = sorted(own, key=lambda module: size(own[module]), reverse=True)
-    enough = (limits.tolerance, math.inf)
-    kept = () if is_close else few_edits(runs, lambda kept: size(runs.keeping(kept)), enough)
-
-    def with_loss(kept):
-        error = runs.keeping(kept)
-        return (math.inf if judge.is_loss_wrong(error, tolerance) else limits.measured(error), 0.0)
-
-    # These edits may mend the gradients and leave the loss wrong.
-    if kept and judge.is_loss_wrong(runs.keeping(kept), tolerance):
-        kept = few_edits(runs, with_loss, enough) or kept
+    kept = () if is_close else _remedy(runs, judge, limits, tolerance, size)
 
     def labels(modules):
         return tuple(module.label for module in modules)
@@ -142,3 +134,24 @@ def report_of(runs: Runs, tolerance: float | None, judge: Judge) -> PrecisionRep
     return dataclasses.replace(
         report, kept=labels(kept), rules=rules_for(runs, kept), change=words, with_rules=with_rules
     )
+
+
+def _remedy(
+    runs: Runs,
+    judge: Judge,
+    limits: Limits,
+    tolerance: float | None,
+    size: Callable[[Difference], tuple[float, float]],
+) -> Sequence[Module] | None:
+    """Returns few edits that bring what is measured to the limits, and the loss too if edits can."""
+    enough = (limits.tolerance, math.inf)
+    kept = few_edits(runs, lambda kept: size(runs.keeping(kept)), enough)
+
+    def with_loss(kept):
+        error = runs.keeping(kept)
+        return (math.inf if judge.is_loss_wrong(error, tolerance) else limits.measured(error), 0.0)
+
+    # These edits may mend the gradients and leave the loss wrong.
+    if kept and judge.is_loss_wrong(runs.keeping(kept), tolerance):
+        return few_edits(runs, with_loss, enough) or kept
+    return kept
