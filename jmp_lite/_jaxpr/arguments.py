@@ -214,7 +214,7 @@ class _Call:
 
     def outputs(self, results: Sequence[Array]) -> Any:
         """Returns the output of the function, of its arrays."""
-        given = iter(results)
+        given = map(_as_array, results)
         leaves = [next(given) if leaf is _ARRAY else leaf for leaf in self._output_leaves]
         return jax.tree.unflatten(self._output_structure, leaves)
 
@@ -230,6 +230,13 @@ def _is_array(leaf: Any) -> bool:
 def _is_traced(leaf: Any) -> bool:
     """Whether an output is an array, or a tracer of something else, such as a token."""
     return isinstance(leaf, jax.Array) or is_jaxpr_tracer(leaf)
+
+
+def _as_array(result: Any) -> Any:
+    """Returns a result of a jaxpr as an array, also a number in it, such as `jnp.asarray(1.0)`."""
+    # A token stays what it is.
+    is_number = not isinstance(result, jax.Array) and hasattr(jax.typeof(result), "dtype")
+    return jnp.asarray(result) if is_number else result
 
 
 def _check_output(fun: Callable[..., Any], leaf: Any) -> None:

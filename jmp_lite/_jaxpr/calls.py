@@ -87,7 +87,7 @@ def remat(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -
     """Runs a `jax.checkpoint`, with the user's policy."""
     (body,), params = bodies, equation.params
     if not is_differentiated(equation):
-        return jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])(*arrays)
+        return jax.checkpoint(body, policy=params["policy"], prevent_cse=_prevent_cse(equation))(*arrays)
     # `jax.grad` has made this equation. `jax.checkpoint` would begin anew, without its barriers, which JAX
     # gives to differentiated equations alone
     # (https://github.com/jax-ml/jax/blob/jax-v0.10.2/jax/_src/ad_checkpoint.py#L885), and would save what
@@ -95,6 +95,14 @@ def remat(equation: Equation, bodies: Sequence[Body], arrays: Sequence[Array]) -
     closed, shapes = jax.make_jaxpr(body, return_shape=True)(*arrays)
     results = bind(equation, [*constants(closed), *arrays], jaxpr=without_constants(closed))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _prevent_cse(equation: Equation) -> bool:
+    """Whether a `jax.checkpoint` keeps XLA from merging the recomputation with the forward pass."""
+    # JAX may have one boolean for each operand. Under autocast a body can take others, in another order, so
+    # that all of them are guarded if one is: the results are the same.
+    given = equation.params["prevent_cse"]
+    return any(given) if isinstance(given, tuple) else given
 
 
 def remat_from_half(
@@ -111,7 +119,7 @@ def remat_from_half(
         kept: the indexes of the float32 operands to keep in half.
         half: the half dtype.
     """
-    remat = functools.partial(jax.checkpoint, prevent_cse=equation.params["prevent_cse"])
+    remat = functools.partial(jax.checkpoint, prevent_cse=_prevent_cse(equation))
     # The forward pass reads the operands as they are. Without this `jax.checkpoint`, and those of the regions
     # inside, a loop would compute in front of it what no iteration changes, such as the fill of a causal
     # mask: in float32, as large as all scores (https://github.com/jax-ml/jax/pull/1664).

@@ -779,3 +779,32 @@ def test_a_function_may_return_a_token():
     token, y = jax.jit(jmp.autocast(fun))(X)
     assert type(token) is type(lax.create_token(0.0))
     assert y.shape == (len(X), W.shape[1])
+
+
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_a_checkpoint_may_guard_some_of_its_operands(order):
+    """JAX gives `prevent_cse` for each operand, and autocast's checkpoints take others."""
+
+    @functools.partial(jax.checkpoint, prevent_cse=(False, True))
+    def layer(w, x):
+        return x @ w + jnp.array([1.0, 2.0, 3.0])
+
+    def loss(weights, x):
+        for w in weights:
+            x = layer(w, x)
+        return jnp.sum(x**2)
+
+    args = [jnp.ones((3, 3))] * 2, jnp.ones(3)
+    gradient = jax.grad(jmp.autocast(loss)) if order == "inside" else jmp.autocast(jax.grad(loss))
+    for found, exact in zip(gradient(*args), jax.grad(loss)(*args)):
+        np.testing.assert_allclose(found, exact, rtol=0.02)
+    barriers = jax.jit(gradient).lower(*args).as_text().count("optimization_barrier")
+    assert barriers >= jax.jit(jax.grad(loss)).lower(*args).as_text().count("optimization_barrier") > 0
+
+
+@pytest.mark.parametrize("given", [1.0, np.float32(1), np.ones(2, np.float32)])
+def test_a_result_that_the_program_makes_an_array_is_one(given):
+    """It was a number of the jaxpr, which has no `devices`."""
+    fun = jmp.autocast(jnp.asarray)
+    assert isinstance(fun(given), jax.Array)
+    assert fun(given).weak_type == jnp.asarray(given).weak_type
