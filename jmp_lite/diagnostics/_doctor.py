@@ -117,7 +117,8 @@ class Diagnosis(Shown):
     def findings(self) -> tuple[Finding, ...]:
         """The faults, worst first."""
         # An inf inside of a program whose results are right, such as that of a mask, is no fault.
-        findings = [] if self._is_sound else list(of_values(self.nonfinite))
+        takes_scale = self._is_step and bool(self._case.program.loss_scales)
+        findings = [] if self._is_sound else list(of_values(self.nonfinite, takes_scale))
         if self._is_step:
             findings += of_step(self._case)
             findings += [] if findings or self._why_skipped else of_step_in_float32(self._runs)

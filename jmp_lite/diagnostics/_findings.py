@@ -34,6 +34,9 @@ _CONSTANT = (
 _UNSCALED = (
     "A hint: small gradients become zero in float16 if the loss is not scaled, or if its scale is too small."
 )
+_TOO_LARGE = (
+    "A hint: the loss scale may be too large for this step. A dynamic one then skips it and halves itself."
+)
 _LEAST_SHARE = 0.01  # Of the FLOPs: what is named as slow.
 MEMORY = "jmp.with_stochastic_rounding, or keep master weights with jmp.with_master_params"
 SEVERITIES: tuple[str, ...] = ("not finite", "accuracy", "precision", "speed")
@@ -78,10 +81,12 @@ def of_all(
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
-def of_values(report: NonfiniteReport) -> Iterator[Finding]:
+def of_values(report: NonfiniteReport, takes_scale: bool) -> Iterator[Finding]:
+    """Yields where an inf or NaN begins; `takes_scale`: whether a step takes a loss scale."""
     if report.cause is not None:
         where = "\n".join([*report.cause.details(), *report.before()])
-        advice = "\n".join(report.advice())
+        hint = wrapped(_TOO_LARGE, 4) if takes_scale and report.cause.direction == "backward" else []
+        advice = "\n".join([*report.advice(), *hint])
         yield Finding("not finite", report.cause.head(), where, advice)
 
 

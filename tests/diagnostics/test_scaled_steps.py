@@ -99,6 +99,17 @@ def test_a_step_that_scales_its_loss_has_no_finding(step):
     assert faults(step, PARAMS, TX.init(PARAMS), X) == []
 
 
+def test_an_overflow_of_scaled_gradients_may_be_that_of_the_scale():
+    """A dynamic scale halves itself after such a step, and trains on."""
+    for start, is_hinted in ((2.0**24, True), (2.0**8, False)):
+        tx = jmp.with_loss_scale(optax.adam(1e-3), jmp.DynamicLossScale(start))
+        step = step_of(scaled, 1.0, tx=tx)
+        said = " ".join(
+            str(doctor(step, value_and_grad_fn=None, device=None)(PARAMS, tx.init(PARAMS), X)).split()
+        )
+        assert ("A dynamic one then skips it and halves itself." in said) == is_hinted
+
+
 def test_a_step_without_float16_needs_no_scaled_loss():
     assert faults(step_of(plain, dtype="bfloat16"), PARAMS, TX.init(PARAMS), X) == []
 

@@ -184,8 +184,13 @@ class _Source:
                 for one, other in itertools.product(self._numbers(left), self._numbers(right)):
                     number = float(compute(one.number, other.number))
                     yield Written(number, one.is_sure and other.is_sure, one.line or other.line)
-            case ast.Call(func=func, args=[_, *_]) if self._is_conversion(func):
-                yield from self._converted(node)
+            case (
+                ast.Call(func=ast.Attribute(value=value, attr="astype"))
+                | ast.Call(func=ast.Attribute(attr="full"), args=[_, value, *_])
+            ):
+                yield from self._converted(node, value)
+            case ast.Call(func=func, args=[value, *_]) if self._is_conversion(func):
+                yield from self._converted(node, value)
             case ast.Name():
                 yield from self._named(node)
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
@@ -193,9 +198,9 @@ class _Source:
             case ast.Attribute():
                 yield from _number_of(self._global(ast.unparse(node)))
 
-    def _converted(self, call: ast.Call) -> Iterator[Written]:
+    def _converted(self, call: ast.Call, argument: ast.expr) -> Iterator[Written]:
         """Yields the numbers of a conversion, with its line if that is one to half."""
-        argument, is_to_half = call.args[0], self.is_half_dtype(call.func) or self.makes_half(call)
+        is_to_half = self.is_half_dtype(call.func) or self.makes_half(call)
         if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
             yield Written(float(argument.value))
         for written in self._numbers(argument):

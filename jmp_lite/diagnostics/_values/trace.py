@@ -221,11 +221,24 @@ def state_of(trees: Trees, jaxpr: Jaxpr) -> dict[int, int]:
         return any(output is not None and number in depends[output] for output, number in numbers)
 
     pairs: dict[int, int] = {}  # The leaves of the results that are new values, each with its argument.
+
+    def add(tree: Any, new: range) -> None:
+        free = (old for old in candidates[_kind(tree)] if set(pairs.values()).isdisjoint(old))
+        pairs.update(zip(new, next((old for old in free if depends_on(new, old)), ())))
+
     # The outer subtrees come first, so the largest ones are taken. An argument has one new value.
+    scalars = []
     for tree, new in _subtrees(trees.results):
-        if new.start not in pairs and not _is_metric(tree):
-            free = (old for old in candidates[_kind(tree)] if set(pairs.values()).isdisjoint(old))
-            pairs.update(zip(new, next((old for old in free if depends_on(new, old)), ())))
+        if new.start not in pairs and _is_lone_scalar(tree):
+            scalars.append((tree, new))
+        elif new.start not in pairs:
+            add(tree, new)
+    # A loss depends on the parameters. A counter or an average of the data that stands alone does not.
+    states = {trees.inputs[old] for old in pairs.values()}
+    for tree, new in scalars:
+        output = trees.outputs[new.start]
+        if output is not None and states.isdisjoint(depends[output]):
+            add(tree, new)
     state = ((trees.outputs[new], trees.inputs[old]) for new, old in pairs.items())
     return {output: number for output, number in state if output is not None and number is not None}
 
@@ -246,8 +259,8 @@ def _kind(tree: Any) -> Any:
     return structure, tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
 
 
-def _is_metric(tree: Any) -> bool:
-    """Whether a tree is a scalar that is returned alone. One in half may be a counter."""
+def _is_lone_scalar(tree: Any) -> bool:
+    """Whether a tree is a scalar that is returned alone, as a loss is. One in half may be a counter."""
     is_scalar = jax.tree_util.all_leaves([tree]) and getattr(tree, "shape", ()) == ()
     return is_scalar and getattr(tree, "dtype", None) not in HALF_DTYPES
 

@@ -237,3 +237,37 @@ def _steps(step, params, state, x, rounding):
     for _ in range(20):
         params, state = step(params, state, x)
     return params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False])
+def test_an_average_of_the_data_that_stands_alone_is_a_state(first):
+    """A loss depends on the parameters, and such a scalar does not."""
+
+    def step(w, baseline, returns):
+        baseline = (0.99 * baseline.astype(BF16) + 0.01 * returns.mean().astype(BF16)).astype(F32)
+        value, grads = jax.value_and_grad(lambda w: jnp.mean((w * returns - baseline) ** 2))(w)
+        w = w - 1e-3 * grads
+        return (baseline, w, value) if first else (w, value, baseline)
+
+    args = jnp.ones(4), jnp.float32(12.0), 10 + jax.random.normal(jax.random.key(0), (16, 4))
+    assert step(*args)[0 if first else 2] == 12
+    (fault,) = faults(step, *args)
+    assert fault.what.startswith("The update is lost for 100% of the elements of baseline that have one")
+
+
+@pytest.mark.slow
+def test_what_keeps_a_rounding_error_is_zero_in_float32_and_no_fault():
+    """Kahan's compensation of parameters in bfloat16."""
+
+    def step(params, compensation, x):
+        value, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w.astype(F32) - 1) ** 2))(params)
+        update = (-1e-2 * grads.astype(F32)).astype(BF16) + compensation
+        new = params + update
+        return new, update - (new - params), value
+
+    keys = jax.random.split(jax.random.key(0))
+    params = jax.random.normal(keys[0], (8,)).astype(BF16)
+    args = params, jnp.zeros(8, BF16), jax.random.normal(keys[1], (16, 8))
+    assert jnp.linalg.norm(step(*args)[1].astype(F32)) > 0
+    assert faults(step, *args) == []

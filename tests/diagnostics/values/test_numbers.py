@@ -54,6 +54,8 @@ def power_of_a_base(x):
         (lambda x: x + jnp.full((2, 1), 1e-8, F16), [1e-8]),
         (lambda x: x * 2.0**-30, [2.0**-30]),
         (lambda x: x + F16(1e-9), [1e-9]),
+        (lambda x: x + jnp.float32(1e-9).astype(F16), [1e-9]),
+        (lambda x: x + jnp.full((), 1e-9, F16), [1e-9]),
         (lambda x: x - np.asarray(-1e-9, np.float16), [-1e-9]),
     ],
 )
