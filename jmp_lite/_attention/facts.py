@@ -232,7 +232,7 @@ def _of_scores(equation: Equation, place: int, fact: Fact, others: Sequence[Fact
 
 
 def _masked(fact: Fact, other: Fact) -> Fact:
-    """Returns the fact of scores of which another operand replaces some."""
+    """Returns what is known of scores after `jnp.where` has replaced some of them by another operand."""
     largest = math.inf if other.base is None else float(other.base.max())
     return dataclasses.replace(fact, fill=largest if fact.fill is None else max(fact.fill, largest))
 

@@ -234,7 +234,7 @@ def _is_traced(leaf: Any) -> bool:
 
 def _as_array(result: Any) -> Any:
     """Returns a result of a jaxpr as an array, also a number in it, such as `jnp.asarray(1.0)`."""
-    # A token stays what it is.
+    # A token has no dtype, and is returned as it is.
     is_number = not isinstance(result, jax.Array) and hasattr(jax.typeof(result), "dtype")
     return jnp.asarray(result) if is_number else result
 

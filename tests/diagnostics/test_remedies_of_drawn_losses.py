@@ -1,6 +1,6 @@
 """The law of remedies for losses that are finite and wrong: the remedy, applied, is as near as the page says.
 
-A drawn loss has one or two terms, in each of which half precision loses the digits that matter: a
+A drawn loss has one or two terms. In most of them half precision loses the digits that matter: a
 difference of equal numbers, a long sum, a schedule, a factor near 1. The half dtype has a name of its module,
 or is an argument of a function around the loss, whose value the source does not say.
 """

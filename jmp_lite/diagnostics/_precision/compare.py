@@ -143,7 +143,7 @@ def _remedy(
     tolerance: float | None,
     size: Callable[[Difference], tuple[float, float]],
 ) -> Sequence[Module] | None:
-    """Returns few edits that bring what is measured to the limits, and the loss too if edits can."""
+    """Returns a few edits that bring the measured error within the limits, and the loss if possible."""
     enough = (limits.tolerance, math.inf)
     kept = few_edits(runs, lambda kept: size(runs.keeping(kept)), enough)
 

@@ -37,7 +37,7 @@ class Wrong:
     name: str  # The path of the result, or of the argument whose new value it is.
     in_half: bool = False  # Whether the state is in half itself.
     is_lost: bool = False  # Whether it does not move at all.
-    may_follow: bool = False  # Whether it may be wrong because another result is.
+    may_follow: bool = False  # Whether the cause may be another wrong result.
 
 
 Trained: TypeAlias = tuple[dict[int, list[float]], list[Array]]
@@ -88,31 +88,34 @@ class States:
 
     def _of_states(self, half: Trained) -> Iterator[Wrong]:
         for number, own, full in zip(self._floating, half[1], self._in_float32[1]):
-            index = self._state[number]
-            name, dtype = self._program.argument(index)
-            in_half, start = dtype in _HALF, self._start[index]
-            if not jnp.issubdtype(start.dtype, jnp.inexact):
-                continue
-            # What float32 leaves of a rounding error is zero: no fault of the state that holds it in half.
-            if _norm(full) < _RESIDUE * _norm(own):
-                continue
-            moved, stuck, far, lost, part, error = map(
-                float, _compared(start, full, own, jnp.finfo(dtype).eps)
-            )
-            share = stuck / moved if moved else 0.0
-            # Of a state in float32, the elements that never move also have to matter: half precision makes
-            # the smallest gradients zero, whose updates are a small part of the norm of all.
-            is_lost = far > _SHARE * moved and (in_half or lost > _SHARE)
-            # A part that is NaN in half is not at least anything.
-            if moved and (not part >= _LEAST or is_lost):
-                what = _lost(name, dtype if in_half else "", share, part)
-                yield Wrong(what, max(share, 1 - part) if part < 1 else share, name, in_half, share == 1)
-            elif in_half and error > 1:
-                what = f"{name} in {dtype} ends {times(error)} as far from float32 as it moves there {_ON}."
-                yield Wrong(what, error, name, in_half)
-            elif error > _OFF and self._of_other_roundings[number] <= HARM:
-                what = f"{name} ends {times(error)} as far from float32 as it moves there {_ON}."
-                yield Wrong(what, error, name, may_follow=True)
+            if self._may_be_wrong(number, full, own):
+                yield from self._of_state(number, full, own)
+
+    def _may_be_wrong(self, number: int, full: Array, own: Array) -> bool:
+        is_inexact = jnp.issubdtype(self._start[self._state[number]].dtype, jnp.inexact)
+        # A state that holds the rounding error of another is zero in float32.
+        return is_inexact and not _norm(full) < _RESIDUE * _norm(own)
+
+    def _of_state(self, number: int, full: Array, own: Array) -> Iterator[Wrong]:
+        """Yields what is wrong with a state, from where it ends in float32 and with its `own` roundings."""
+        index = self._state[number]
+        (name, dtype), start = self._program.argument(index), self._start[index]
+        in_half = dtype in _HALF
+        moved, stuck, far, lost, part, error = map(float, _compared(start, full, own, jnp.finfo(dtype).eps))
+        share = stuck / moved if moved else 0.0
+        # Of a state in float32, the elements that never move also have to matter: half precision makes
+        # the smallest gradients zero, whose updates are a small part of the norm of all.
+        is_lost = far > _SHARE * moved and (in_half or lost > _SHARE)
+        # A part that is NaN in half is not at least anything.
+        if moved and (not part >= _LEAST or is_lost):
+            what = _lost(name, dtype if in_half else "", share, part)
+            yield Wrong(what, max(share, 1 - part) if part < 1 else share, name, in_half, share == 1)
+        elif in_half and error > 1:
+            what = f"{name} in {dtype} ends {times(error)} as far from float32 as it moves there {_ON}."
+            yield Wrong(what, error, name, in_half)
+        elif error > _OFF and self._of_other_roundings[number] <= HARM:
+            what = f"{name} ends {times(error)} as far from float32 as it moves there {_ON}."
+            yield Wrong(what, error, name, may_follow=True)
 
     @functools.cached_property
     def _of_other_roundings(self) -> dict[int, float]:

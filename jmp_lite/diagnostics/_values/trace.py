@@ -7,7 +7,7 @@ returns.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -211,36 +211,46 @@ def state_of(trees: Trees, jaxpr: Jaxpr) -> dict[int, int]:
     These are the largest subtrees of the results with the structure, the shapes and the dtypes of a subtree
     of the arguments that they depend on.
     """
-    depends = dependence(jaxpr)
-    candidates: dict[Any, list[range]] = collections.defaultdict(list)
-    for tree, leaves in _subtrees(trees.arguments):
-        candidates[_kind(tree)].append(leaves)
-
-    def depends_on(new: range, old: range) -> bool:
-        numbers = [(trees.outputs[n], trees.inputs[i]) for n, i in zip(new, old)]
-        return any(output is not None and number in depends[output] for output, number in numbers)
-
-    pairs: dict[int, int] = {}  # The leaves of the results that are new values, each with its argument.
-
-    def add(tree: Any, new: range) -> None:
-        free = (old for old in candidates[_kind(tree)] if set(pairs.values()).isdisjoint(old))
-        pairs.update(zip(new, next((old for old in free if depends_on(new, old)), ())))
-
-    # The outer subtrees come first, so the largest ones are taken. An argument has one new value.
-    scalars = []
-    for tree, new in _subtrees(trees.results):
-        if new.start not in pairs and _is_lone_scalar(tree):
-            scalars.append((tree, new))
-        elif new.start not in pairs:
-            add(tree, new)
+    search = _States(trees, dependence(jaxpr))
+    # The outer subtrees come first, so the largest ones are taken.
+    every = list(_subtrees(trees.results))
+    for tree, new in every:
+        if not _is_lone_scalar(tree):
+            search.add(tree, new)
     # A loss depends on the parameters. A counter or an average of the data that stands alone does not.
-    states = {trees.inputs[old] for old in pairs.values()}
-    for tree, new in scalars:
-        output = trees.outputs[new.start]
-        if output is not None and states.isdisjoint(depends[output]):
-            add(tree, new)
-    state = ((trees.outputs[new], trees.inputs[old]) for new, old in pairs.items())
+    states = {trees.inputs[old] for old in search.pairs.values()}
+    for tree, new in every:
+        if _is_lone_scalar(tree) and states.isdisjoint(search.inputs_of(new.start)):
+            search.add(tree, new)
+    state = ((trees.outputs[new], trees.inputs[old]) for new, old in search.pairs.items())
     return {output: number for output, number in state if output is not None and number is not None}
+
+
+class _States:
+    """Finds the arguments whose new values the results are. An argument has one new value."""
+
+    def __init__(self, trees: Trees, depends: Sequence[Collection[int]]) -> None:
+        self._trees, self._depends = trees, depends
+        self.pairs: dict[
+            int, int
+        ] = {}  # The leaves of the results that are new values, each with its argument.
+        self._candidates: dict[Any, list[range]] = collections.defaultdict(list)
+        for tree, leaves in _subtrees(trees.arguments):
+            self._candidates[_kind(tree)].append(leaves)
+
+    def add(self, tree: Any, new: range) -> None:
+        """Adds a subtree of the results, if an argument that no other has taken fits and it is not in one."""
+        if new.start not in self.pairs:
+            free = (old for old in self._candidates[_kind(tree)] if set(self.pairs.values()).isdisjoint(old))
+            self.pairs.update(zip(new, next((old for old in free if self._depends_on(new, old)), ())))
+
+    def inputs_of(self, leaf: int) -> Collection[int]:
+        """Returns the inputs of the jaxpr on which a leaf of the results depends."""
+        output = self._trees.outputs[leaf]
+        return () if output is None else self._depends[output]
+
+    def _depends_on(self, new: range, old: range) -> bool:
+        return any(self._trees.inputs[i] in self.inputs_of(n) for n, i in zip(new, old))
 
 
 def _subtrees(tree: Any, first: int = 0) -> Iterator[tuple[Any, range]]:
