@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 
 from ..._autocast.report import AutocastOperation
 from .._values.case import gives_half
-from .._values.numbers import makes_half
 from .._values.reference import is_narrow
+from .._values.source import makes_half
 
 _PACKAGE = str(pathlib.Path(__file__).parents[2])  # The casts of a policy are lines of this library.
 

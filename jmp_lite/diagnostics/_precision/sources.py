@@ -18,11 +18,13 @@ from ..._jaxpr import (
     Equation,
     Forward,
     Jaxpr,
+    Var,
     all_equations,
     call_scope,
     casting_line,
     inner_jaxprs,
     is_by_autocast,
+    is_literal,
     is_of_gradient,
     is_transposed,
     scope_of,
@@ -30,12 +32,16 @@ from ..._jaxpr import (
 )
 from ..._jaxpr import equations as equations_of
 from ..._paths import visible_scope
-from .._values.numbers import Numbers, makes_half, written
+from .._values.casts import Casts, casts_around
+from .._values.numbers import Numbers, written
 from .._values.reference import is_narrow
 from .._values.sites import line_of
+from .._values.source import makes_half
 from .modules import Module, is_of_library
 
 Sources = frozenset[Module]
+Operands = dict[int, Sources]
+"""What the operands of an operation come from that it takes rounded to half, by their positions."""
 
 _LIBRARY = Module("a library", "")
 _NONE = Module("no source", "")
@@ -56,6 +62,7 @@ class _Origin(NamedTuple):
     sources: Sources = frozenset()  # Of a half value, or of the half value that was cast to a float32 value.
     line: str = ""  # For a float32 value, the line that has widened it.
     is_fixed: bool = False  # Whether it is computed from numbers and constants alone.
+    is_cast: bool = False  # Whether a cast to half follows that the jaxpr does not have.
     stage: Stage = Stage.OUTSIDE
 
 
@@ -65,8 +72,8 @@ def _joined(origins: Iterable[_Origin]) -> Sources:
 
 def sources_of(
     traced: Arguments, is_step: bool, numbers: Numbers, layers: Sequence[Module] = ()
-) -> list[Sources]:
-    """Returns for each operation of a report what its half values come from.
+) -> tuple[list[Sources], list[Operands]]:
+    """Returns for each operation of a report what its half values come from, and the operands that it casts.
 
     An operation in float32 has sources if one of the `numbers` that it takes was converted to half. What one
     of the `layers` of a library gives comes from it alone: it casts whatever it takes to its own dtype.
@@ -76,7 +83,7 @@ def sources_of(
     def source(name):
         return _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
 
-    search = _Search(numbers, layers)
+    search = _Search(traced.jaxpr, numbers, layers)
     search.run(traced.jaxpr, [source(name) if is_narrow(array) else _Origin() for name, array in named])
     every = frozenset[Module]().union(*map(_joined, search.found.values())) - {_NONE, _LIBRARY}
     # In a loss, a layer of a library has a dtype of its own. In a step, an optimizer casts to the dtypes of
@@ -85,7 +92,7 @@ def sources_of(
     carried = _carried(traced.jaxpr, search.found)
 
     def resolved(equation: Equation) -> Sources:
-        is_half = any(map(is_narrow, equation.outvars)) or id(equation) in search.returned
+        is_half = any(map(is_narrow, equation.outvars)) or id(equation) in search.rounding
         if not (is_half or search.of_numbers(equation)):
             return frozenset()
         sources = _joined(search.found[id(equation)])
@@ -94,37 +101,105 @@ def sources_of(
         own = own if own or _NONE not in sources else every
         return frozenset(dataclasses.replace(each, carries=carried.get(each, ())) for each in own)
 
-    return list(map(resolved, _operations(traced.jaxpr)))
+    operations = list(_operations(traced.jaxpr))
+    return list(map(resolved, operations)), [search.cast.get(id(each), {}) for each in operations]
 
 
 class _Search(Forward[_Origin]):
     """Follows sources forwards through a program."""
 
-    def __init__(self, numbers: Numbers, layers: Sequence[Module]) -> None:
+    def __init__(self, jaxpr: Jaxpr, numbers: Numbers, layers: Sequence[Module]) -> None:
         super().__init__(self._origins, _both, _Origin(is_fixed=True))
+        # The lines that cast to float32, by a name that the source may not explain.
+        self._widening = set(map(line_of, filter(_widens, _forward_operations(jaxpr))))
         self._numbers, self._layers = numbers, layers
         # By the line of a cast to float32, the sources of what it casts.
         self._widened: dict[str, Sources] = collections.defaultdict(frozenset)
+        self._narrowed: dict[str, Sources] = collections.defaultdict(frozenset)  # Those of a cast to half.
         self._differentiated: Sources = frozenset()  # Of the half values that a forward pass takes.
-        self.returned = set[int]()  # The ids of the equations that read gradients in half.
+        self.cast: dict[int, Operands] = collections.defaultdict(dict)  # By the id of an equation.
+        # By its line, what an operation of a forward pass comes from, and so its backward pass.
+        self._of_line: dict[tuple[str, bool], Sources] = {}
+        self.rounding = set[int]()  # The ids of the equations that read gradients in half, and give float32.
 
     def _origins(self, equation: Equation, operands: list[_Origin]) -> list[_Origin]:
         # A function that JAX jits, such as `jax.nn.one_hot`, has no line of its own: that of its call counts.
         line = next(filter(None, map(line_of, (equation, *reversed(self.calls)))), "")
-        is_cast, gives_half = equation.primitive.name == "convert_element_type", _gives_half(equation)
+        gives_half = _gives_half(equation)
         stage = self._stage(equation)
         operands = self._across_gradient(equation, operands, stage, line)
-        if is_cast and not gives_half and is_narrow(equation.invars[0]):
+        operands, result = self._with_casts(equation, operands, stage, line)
+        if _widens(equation):
             self._widened[line] |= operands[0].sources
         # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
         taken = (origin for origin in operands if origin.line in ("", line))
         is_fixed = all(origin.is_fixed for origin in operands)
-        sources = _joined(taken) | self.of_numbers(equation)
+        # A gradient is rounded by each cast that JAX left out, also where the other operands are float32. So
+        # the operation counts as one in half until these casts are left out.
+        casts = self.cast[id(equation)].values()
+        sources = frozenset().union(*casts) if casts else _joined(taken) | self.of_numbers(equation)
         if gives_half:
             sources = self._of_half(equation, line, sources, is_fixed)
+            sources = self._as_in_forward(equation, sources, stage, line)
+        elif _widens(equation) and is_transposed(equation):
+            # The gradient of a half value is rounded to half, whatever computes it.
+            self.rounding.add(id(equation))
+            sources = self._narrowed[line] or sources
         sources = (self._layer_of(equation) if sources else None) or sources
         lines = ("" if is_narrow(var) else line for var in equation.outvars)
-        return [_Origin(sources, own, is_fixed, stage) for own in lines]
+        if gives_half and result:
+            sources = frozenset({_of_line(result, equation.outvars[0])})
+        return [_Origin(sources, own, is_fixed, gives_half and bool(result), stage) for own in lines]
+
+    def _with_casts(
+        self, equation: Equation, operands: list[_Origin], stage: Stage, line: str
+    ) -> tuple[list[_Origin], str]:
+        """Returns the operands behind casts that JAX left out, and the line that casts the result."""
+        if not any(map(is_narrow, equation.invars)) or is_of_library(line):
+            return operands, ""
+        if stage is Stage.BACKWARD:
+            return operands, ""
+        casts = self._casts_of(equation, operands, line)
+        operands, taken = list(operands), self.cast[id(equation)]
+        for position, (var, operand) in enumerate(zip(equation.invars, operands)):
+            if not is_narrow(var) or is_literal(var):
+                continue
+            own = operand.sources
+            if cast := casts.operands.get(position):
+                own = frozenset({_of_line(cast, var)})
+            if operand.is_cast or own != operand.sources:
+                taken[position] = own
+            operands[position] = operand._replace(sources=own)
+        return operands, casts.result
+
+    def _as_in_forward(self, equation: Equation, sources: Sources, stage: Stage, line: str) -> Sources:
+        """Returns the sources of a half result; in a backward pass those of the operation on its line."""
+        category = traits_of(equation.primitive.name).category
+        if is_of_library(line) or equation.primitive.name == "convert_element_type":
+            return sources
+        key = line, category is Category.ALLOW
+        if stage is Stage.BACKWARD:
+            return self._of_line.get(key) or sources
+        # JAX moves operands before it computes with them: it broadcasts one.
+        if stage is Stage.OUTSIDE or category is Category.MOVE:
+            return sources
+        # Of the operations that begin at one place, the first one may be in half where the last one is not.
+        self._of_line[key] = self._of_line.get(key, sources) & sources
+        return sources
+
+    def _casts_of(self, equation: Equation, operands: list[_Origin], line: str) -> Casts:
+        """Returns the casts of the expression that made an equation."""
+
+        # Of several expressions that begin at one place, `a @ b` and `a @ b @ c`, it is one whose casts of
+        # float32 operands are in the jaxpr.
+        def is_known(casts):
+            named = ((operands[at], cast) for at, cast in casts.operands.items() if at < len(operands))
+            return any({source.name for source in o.sources} == {cast} for o, cast in named)
+
+        every = casts_around(line, equation.primitive.name)
+        every = [casts.without(self._widening) for casts in every]
+        found = every if len(every) < 2 else list(filter(is_known, every))
+        return found[0] if len(found) == 1 else Casts({}, "")
 
     def _across_gradient(
         self, equation: Equation, operands: list[_Origin], stage: Stage, line: str
@@ -148,7 +223,7 @@ class _Search(Forward[_Origin]):
         if origin.stage is not Stage.BACKWARD or not self._differentiated:
             return origin
         # A gradient has the dtype of the value that was differentiated.
-        self.returned.add(id(equation))
+        self.rounding.add(id(equation))
         names = frozenset(source.name for source in self._differentiated)
         sources = {Module(f"the gradients of {', '.join(sorted(names))}", "", one_of=names)}
         if _gives_half(equation) and not is_of_library(line):
@@ -160,7 +235,10 @@ class _Search(Forward[_Origin]):
         # A cotangent has the dtype of the value whose gradient it is: what this line has cast to float32.
         if equation.primitive.name == "convert_element_type" and is_transposed(equation):
             return self._widened[line] or frozenset({_NONE})
-        return sources or _cast(equation, line, is_fixed)
+        if not sources:
+            sources = _cast(equation, line, is_fixed)
+            self._narrowed[line] |= sources
+        return sources
 
     def of_numbers(self, equation: Equation) -> Sources:
         """Returns the lines that convert the numbers of an equation to half."""
@@ -177,19 +255,29 @@ class _Search(Forward[_Origin]):
         return frozenset(layer for layer in self._layers if f"{scope}/".startswith(f"{layer.name}/"))
 
 
+def _widens(equation: Equation) -> bool:
+    """Whether an equation casts half values to float32."""
+    is_cast = equation.primitive.name == "convert_element_type" and is_narrow(equation.invars[0])
+    return is_cast and not _gives_half(equation)
+
+
 def _gives_half(equation: Equation) -> bool:
     return any(map(is_narrow, equation.outvars))
+
+
+def _of_line(line: str, var: Var) -> Module:
+    return Module(line, "", (line,), casts=var.aval.dtype.name)
 
 
 def _both(first: _Origin, second: _Origin) -> _Origin:
     sources, is_fixed = first.sources | second.sources, first.is_fixed and second.is_fixed
     stage = second.stage if first.stage is Stage.OUTSIDE else first.stage
-    return _Origin(sources, first.line or second.line, is_fixed, stage)
+    is_cast = first.is_cast or second.is_cast
+    return _Origin(sources, first.line or second.line, is_fixed, is_cast, stage)
 
 
 def _cast(equation: Equation, line: str, is_fixed: bool) -> Sources:
     """Returns an operation that makes half values of others as their source; none if it is of a library."""
-    dtype = equation.outvars[0].aval.dtype.name
     # JAX makes a cast for a gradient. Numbers alone, such as the zeros of `jnp.zeros_like` and `jnp.pad`,
     # have the dtype of what they are like.
     if is_transposed(equation) or (is_fixed and not makes_half(line)):
@@ -200,7 +288,7 @@ def _cast(equation: Equation, line: str, is_fixed: bool) -> Sources:
     line = casting_line(equation) or line
     if is_of_library(line):
         return frozenset({_LIBRARY})
-    return frozenset({Module(line, "", (line,), casts=dtype)})
+    return frozenset({_of_line(line, equation.outvars[0])})
 
 
 def _carried(jaxpr: Jaxpr, found: dict[int, list[_Origin]]) -> dict[Module, tuple[str, ...]]:
@@ -213,6 +301,18 @@ def _carried(jaxpr: Jaxpr, found: dict[int, list[_Origin]]) -> dict[Module, tupl
             for source in origin.sources if is_narrow(var) else ():
                 lines[source][line_of(equation)] = None
     return {source: tuple(own) for source, own in lines.items()}
+
+
+def _forward_operations(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """Yields the operations of a jaxpr but for those of a backward pass."""
+    for equation in equations_of(jaxpr):
+        if is_transposed(equation):
+            continue
+        if traits_of(equation.primitive.name).category is Category.CALL:
+            for inner in inner_jaxprs(equation):
+                yield from _forward_operations(inner.jaxpr)
+        else:
+            yield equation
 
 
 def _operations(jaxpr: Jaxpr) -> Iterator[Equation]:

@@ -3,9 +3,7 @@
 import ast
 import functools
 import itertools
-import linecache
 import operator
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ import numpy as np
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
 from .sites import NARROW
+from .source import FUNCTIONS, Source, assigned, defaults_of, expressions_at, operands_of
 
 Key = tuple[str, np.dtype, float, int]
 """The line of an operation, and the dtype, the value and the position of one of its operands."""
@@ -130,46 +129,24 @@ _OPERATORS = {
 }
 # The last names of functions that return their first argument as a number or an array.
 _CONVERSIONS = ("float", "array", "asarray", "float16", "bfloat16", "float32", "float64")
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_DTYPE_AT = {
-    "astype": 0,
-    "asarray": 1,
-    "array": 1,
-    "convert_element_type": 1,
-    "zeros": 1,
-    "ones": 1,
-    "full": 2,
-}
-"""Where the functions that make arrays of a dtype take it, if not as `dtype=`."""
 
 
-class _Source:
-    """The expressions of a file, and the numbers that they may have."""
+class _Known:
+    """The numbers that the expressions of a file may have."""
 
-    def __init__(self, file: str, text: str) -> None:
-        self._file = file
-        self.nodes: dict[tuple[int, int], list[ast.AST]] = {}  # The expressions that begin at a place.
-        self._around: dict[ast.AST, list[ast.AST]] = {}  # The functions and classes, inner first.
-        self._known: dict[ast.expr, list[Written]] = {}  # The numbers of the expressions so far.
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._found: dict[ast.expr, list[Written]] = {}  # The numbers of the expressions so far.
         self._open: set[ast.expr] = set()  # The names whose numbers are being looked for.
-        self._visit(ast.parse(text), [])
-
-    def _visit(self, node: ast.AST, around: list[ast.AST]) -> None:
-        self._around[node] = around
-        if isinstance(node, (ast.BinOp, ast.Call, ast.AugAssign)):
-            self.nodes.setdefault((node.lineno, node.col_offset), []).append(node)
-        inside = [node, *around] if isinstance(node, (*_FUNCTIONS, ast.ClassDef)) else around
-        for child in ast.iter_child_nodes(node):
-            self._visit(child, inside)
 
     def numbers(self, node: ast.expr) -> list[Written]:
         """Returns the numbers that an expression may have; none if it is not known."""
-        if node not in self._known:
+        if node not in self._found:
             try:
-                self._known[node] = list(self._numbers(node))
+                self._found[node] = list(self._numbers(node))
             except (ArithmeticError, RecursionError, TypeError, ValueError):
-                self._known[node] = []  # Also of a name that is computed from itself, in `x = x + 1`.
-        return self._known[node]
+                self._found[node] = []  # Also of a name that is computed from itself, in `x = x + 1`.
+        return self._found[node]
 
     def _numbers(self, node: ast.expr) -> Iterator[Written]:
         match node:
@@ -194,17 +171,17 @@ class _Source:
             case ast.Name():
                 yield from self._named(node)
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
-                yield from self._of_self(name, self._around[node])
+                yield from self._of_self(name, self._source.around[node])
             case ast.Attribute():
-                yield from _number_of(self._global(ast.unparse(node)))
+                yield from _number_of(self._source.value_of(ast.unparse(node)))
 
     def _converted(self, call: ast.Call, argument: ast.expr) -> Iterator[Written]:
         """Yields the numbers of a conversion, with its line if that is one to half."""
-        is_to_half = self.is_half_dtype(call.func) or self.makes_half(call)
+        is_to_half = self._source.is_half_dtype(call.func) or self._source.makes_half(call)
         if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
             yield Written(float(argument.value))
         for written in self._numbers(argument):
-            line = f"{self._file}:{call.lineno}:{call.col_offset}" if is_to_half else written.line
+            line = self._source.place(call) if is_to_half else written.line
             yield written._replace(line=line)
 
     def _named(self, node: ast.Name) -> Iterator[Written]:
@@ -214,31 +191,31 @@ class _Source:
             raise RecursionError
         self._open.add(node)
         try:
-            yield from self._of_name(node.id, self._around[node])
+            yield from self._of_name(node.id, self._source.around[node])
         finally:
             self._open.remove(node)
 
     def _of_name(self, name: str, around: Sequence[ast.AST]) -> Iterator[Written]:
         for function in around:
-            if not isinstance(function, _FUNCTIONS):
+            if not isinstance(function, FUNCTIONS):
                 continue
             # The innermost function that assigns the name, or has it as a parameter, decides.
-            if values := _assigned(function, ast.Name, name):
+            if values := assigned(function, ast.Name, name):
                 yield from (number for value in values for number in self._numbers(value))
                 return
-            defaults = _defaults(function)
+            defaults = defaults_of(function)
             if name in defaults:
                 default = defaults[name]
                 # A parameter without a default may be any number.
                 yield from () if default is None else self._unsure(default)
                 return
-        yield from _number_of(self._global(name))
+        yield from _number_of(self._source.value_of(name))
 
     def _of_self(self, name: str, around: Sequence[ast.AST]) -> Iterator[Written]:
         """Yields the numbers that a class gives to an attribute, in its body or its methods."""
         of_class = next((node for node in around if isinstance(node, ast.ClassDef)), None)
         if of_class is not None:
-            values = (*_assigned(of_class, ast.Name, name), *_assigned(of_class, ast.Attribute, name))
+            values = (*assigned(of_class, ast.Name, name), *assigned(of_class, ast.Attribute, name))
             yield from (number for value in values for number in self._unsure(value))
 
     def _unsure(self, node: ast.expr) -> Iterator[Written]:
@@ -248,117 +225,21 @@ class _Source:
         name = ast.unparse(func)
         if name.rpartition(".")[2] in _CONVERSIONS:
             return True
-        return getattr(self._global(name), "dtype", None) is not None  # Such as `F16 = jnp.float16`.
-
-    def makes_half(self, call: ast.Call) -> bool:
-        """Whether a call takes a half dtype, or a dtype that has another name here, such as `self.dtype`."""
-        at = _DTYPE_AT.get(ast.unparse(call.func).rpartition(".")[2])
-        named = [keyword.value for keyword in call.keywords if keyword.arg == "dtype"]
-        dtypes = [*(call.args[at : at + 1] if at is not None else ()), *named]
-        return any(map(self.is_half_dtype, _operands(call))) or any(map(self._is_other_name, dtypes))
-
-    def is_half_dtype(self, node: ast.expr) -> bool:
-        dtype, last = self._dtype(node)
-        return dtype in HALF_DTYPES or last in ("float16", "bfloat16")
-
-    def _is_other_name(self, node: ast.expr) -> bool:
-        """Whether a dtype has a name whose value is not known here, and is not that of another array."""
-        if isinstance(node, ast.Name):
-            functions = (function for function in self._around[node] if isinstance(function, _FUNCTIONS))
-            values = [value for function in functions for value in _assigned(function, ast.Name, node.id)]
-            return self._dtype(node)[0] is None and not any(map(_is_of_array, values))
-        return isinstance(node, ast.Attribute) and self._dtype(node)[0] is None and not _is_of_array(node)
-
-    def _dtype(self, node: ast.expr) -> tuple[Any, str]:
-        """Returns the dtype that an expression stands for in the module, or None, and its last name."""
-        text = node.value if isinstance(node, ast.Constant) else ast.unparse(node)
-        dtype = getattr(self._global(text), "dtype", None) if isinstance(text, str) else None
-        return dtype, str(text).rpartition(".")[2]
-
-    @functools.cached_property
-    def _module(self) -> Any:
-        # A list, since another thread may import while this runs. A cell of a notebook belongs to `__main__`.
-        modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == self._file)
-        return next(modules, sys.modules.get("__main__"))
-
-    def _global(self, name: str) -> Any:
-        """Returns what a name with dots stands for in the module of the file; None if it is not known."""
-        value: Any = self._module
-        for part in name.split("."):
-            value = getattr(value, part, None)
-        return value
+        return getattr(self._source.value_of(name), "dtype", None) is not None  # Such as `F16 = jnp.float16`.
 
 
 @functools.lru_cache(maxsize=16)
-def _parsed(file: str, text: str) -> _Source | None:
-    try:
-        return _Source(file, text)
-    except (SyntaxError, ValueError, RecursionError):  # A cell of a notebook with magic commands.
-        return None
-
-
-def makes_half(line: str) -> bool:
-    """Whether a call that begins at `file.py:12:4` takes a half dtype, as `x.astype(jnp.float16)` does."""
-    source, nodes = _expressions_at(line)
-    return source is not None and any(source.makes_half(node) for node in nodes if isinstance(node, ast.Call))
+def _known(source: Source) -> _Known:
+    return _Known(source)
 
 
 def _operands_at(line: str) -> list[tuple[ast.expr, int, list[Written]]]:
     """Returns the operands of the expressions that begin at `file.py:12:4`: position and numbers of each."""
-    source, nodes = _expressions_at(line)
-    operands = (enumerate(_operands(node)) for node in nodes)
-    return [(part, place, source.numbers(part)) for each in operands for place, part in each if source]
-
-
-def _expressions_at(line: str) -> tuple[_Source | None, list[ast.AST]]:
-    """Returns the source of a file, and the expressions that begin at `file.py:12:4 (function)`."""
-    file, row, column = [*line.partition(" ")[0].split(":"), "", "0"][:3]
-    # `linecache` also has the cells of a notebook, which are no files.
-    text = "".join(linecache.getlines(file)) if row.isdigit() else ""
-    source = _parsed(file, text) if text else None
-    return source, source.nodes.get((int(row), int(column or 0)), []) if source else []
-
-
-def _operands(node: ast.AST) -> list[ast.expr]:
-    match node:
-        case ast.BinOp(left=left, right=right):
-            return [left, right]
-        case ast.Call(args=args, keywords=keywords):
-            return [*args, *(keyword.value for keyword in keywords)]
-        case ast.AugAssign(value=value):
-            return [value]
-    return []
-
-
-def _is_of_array(node: ast.expr) -> bool:
-    """Whether an expression is the dtype of an array, as in `x.astype(y.dtype)`: it follows that array."""
-    # A layer keeps its dtype in `self.dtype`.
-    return isinstance(node, ast.Attribute) and node.attr == "dtype" and ast.unparse(node.value) != "self"
-
-
-@functools.lru_cache(maxsize=256)  # A long function assigns some names again and again.
-def _assigned(inside: ast.AST, kind: type, name: str) -> tuple[ast.expr, ...]:
-    """Returns the values that a function or class assigns to a name, or to an attribute of that name."""
-    values = []
-    for node in ast.walk(inside):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        value = getattr(node, "value", None)
-
-        def is_target(each):
-            return isinstance(each, kind) and name in (getattr(each, "id", ""), getattr(each, "attr", ""))
-
-        if isinstance(value, ast.expr) and any(map(is_target, targets)):
-            values.append(value)
-    return tuple(values)
-
-
-def _defaults(function: Any) -> dict[str, ast.expr | None]:
-    """Returns the parameters of a function, each with its default or None."""
-    args = function.args
-    positional = [*args.posonlyargs, *args.args]
-    missing = [None] * (len(positional) - len(args.defaults))
-    pairs = (*zip(positional, [*missing, *args.defaults]), *zip(args.kwonlyargs, args.kw_defaults))
-    return {parameter.arg: default for parameter, default in pairs}
+    source, nodes = expressions_at(line)
+    if source is None:
+        return []
+    numbers = _known(source).numbers
+    return [(part, place, numbers(part)) for node in nodes for place, part in enumerate(operands_of(node))]
 
 
 def _number_of(value: Any) -> list[Written]:

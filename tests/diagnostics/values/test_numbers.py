@@ -11,6 +11,7 @@ import pytest
 
 from jmp_lite.diagnostics._values import numbers
 from jmp_lite.diagnostics._values.numbers import lost_numbers
+from jmp_lite.diagnostics._values.source import makes_half as makes_half_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 
@@ -127,7 +128,7 @@ def test_which_calls_convert_to_a_half_dtype(expression, makes_half, monkeypatch
     monkeypatch.setitem(linecache.cache, "/drawn/call.py", (len(source), None, source.splitlines(True), ""))
     module = SimpleNamespace(__file__="/drawn/call.py", jnp=jnp, F32=jnp.float32)
     monkeypatch.setitem(sys.modules, "drawn_call", module)
-    assert numbers.makes_half("/drawn/call.py:2:11 (fun)") == makes_half
+    assert makes_half_at("/drawn/call.py:2:11 (fun)") == makes_half
 
 
 def test_a_number_beside_the_expression_is_not_taken_for_one_in_it():
@@ -175,7 +176,7 @@ def chained(x):
 
 def test_a_name_that_is_computed_from_itself_is_searched_for_a_few_times(monkeypatch):
     """Each search walks over the function. Once they went on to the limit of recursion, for minutes."""
-    searches, assigned = [], numbers._assigned
-    monkeypatch.setattr(numbers, "_assigned", lambda *args: searches.append(args) or assigned(*args))
+    searches, assigned = [], numbers.assigned
+    monkeypatch.setattr(numbers, "assigned", lambda *args: searches.append(args) or assigned(*args))
     assert found(chained) == pytest.approx([1e-8, 0.9991, 0.9992, 0.9993, 0.9994])
     assert len(searches) < 30

@@ -1,0 +1,27 @@
+"""Writes into a source what a report says that mends it."""
+
+import ast
+import re
+
+
+def widened(source, words, half=("F16", "BF16", "H")):
+    """The source with F32 in place of half dtypes, in the calls at the places that are named in the words.
+
+    A place is the line and the column at which a call begins, as in `/drawn/loss.py:3:9`.
+    """
+    places = {(int(row), int(column)) for row, column in re.findall(r"\.py:(\d+):(\d+)", words)}
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    lines, found = source.splitlines(keepends=True), set()
+    # Several calls may begin at one place, as in `x.astype(F16).sum()`: the arguments of each are widened.
+    names = [
+        (name.lineno, name.col_offset, name.end_col_offset, (call.lineno, call.col_offset))
+        for call in calls
+        if (call.lineno, call.col_offset) in places
+        for name in (*call.args, *(keyword.value for keyword in call.keywords))
+        if isinstance(name, ast.Name) and name.id in half
+    ]
+    for row, start, end, place in sorted(names, reverse=True):
+        found.add(place)
+        lines[row - 1] = f"{lines[row - 1][:start]}F32{lines[row - 1][end:]}"
+    assert found == places, f"No call makes half values at {places - found}:\n{source}"
+    return "".join(lines)
