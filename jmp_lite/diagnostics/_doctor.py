@@ -145,7 +145,7 @@ class Diagnosis(Shown):
             )
         # The states of a step are compared element by element, as it repeats.
         if not self._why_skipped and (names := self._case.exact(self._runs.states.names)):
-            reasons[f"the rounding of {', '.join(names)}"] = (
+            reasons[f"the rounding of {', '.join(map(shortened, names))}"] = (
                 "In half before the trace, so each error above takes it as exact."
             )
         return {part: reason for part, reason in reasons.items() if reason}

@@ -27,3 +27,18 @@ def test_constants_in_half_are_taken_as_exact():
     table = jnp.cos(jnp.arange(8000.0, 8008.0)).astype(jnp.bfloat16)
     loss = lambda w, x: jnp.mean(table.astype(jnp.float32) * (x @ w))
     assert "the rounding of constants" in page(loss, W, X)
+
+
+def corrected(decay, t):
+    return 1 - jnp.asarray(decay, jnp.bfloat16) ** t.astype(jnp.bfloat16)
+
+
+def test_a_number_that_the_line_of_its_conversion_does_not_say_is_taken_as_exact():
+    """In bfloat16 0.998 is 0.996, and the jaxpr has this number alone."""
+    loss = lambda w, x, t: jnp.mean(x @ w) / corrected(0.998, t)
+    said = page(loss, W, X, jnp.float32(1))
+    line = f"test_exact.py:{corrected.__code__.co_firstlineno + 1}:15"
+    assert "Not examined: the rounding of the number on " in said
+    assert f"{line}. In half before the trace" in said
+    known = lambda w, x, t: jnp.mean(x @ w) / (1 - jnp.asarray(0.998, jnp.bfloat16) ** t.astype(jnp.bfloat16))
+    assert "Not examined" not in page(known, W, X, jnp.float32(1))

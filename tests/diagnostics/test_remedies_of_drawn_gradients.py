@@ -52,7 +52,7 @@ class Program:
             lines.append(f"    {draw.choice(LAYERS).format(n=name, act=act, factor=factor)}")
         lines.append(f"    return {draw.choice(ENDS)} * SCALE")
         lines += ["def step(p, x, y):", "    value, grads = jax.value_and_grad(loss)(p, x, y)"]
-        lines.append("    return jax.tree.map(lambda w, g: w - 0.01 * g / SCALE, p, grads), value")
+        lines.append("    return jax.tree.map(lambda g: g / SCALE, grads), value")
         self.source = "\n".join(lines) + "\n"
         rows, size = draw.choice([16, 256]), draw.choice([0.3, 1.0])
         keys = iter(jax.random.split(jax.random.key(seed), 8))
@@ -80,14 +80,13 @@ class Program:
         return names["loss"], names["step"]
 
     def outputs(self, source, loss_scale=1.0):
-        """The loss and the gradients at a loss scale, or the change of the parameters."""
+        """The loss and the gradients at a loss scale, or the results of the step."""
         loss, step = self.functions(source, self.scale)
         if self.is_step:
-            new, value = jax.jit(step)(*self.args)
-            change = jax.tree.map(jnp.subtract, new, self.args[0])
+            grads, value = jax.jit(step)(*self.args)
         else:
-            value, change = jax.jit(jmp.value_and_grad(loss, loss_scale=loss_scale))(*self.args)
-        return float(value), vector(change)
+            value, grads = jax.jit(jmp.value_and_grad(loss, loss_scale=loss_scale))(*self.args)
+        return float(value), vector(grads)
 
 
 def vector(tree):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jmp_lite.diagnostics import doctor
+from tests.support.edits import widened
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 TERMS = {
@@ -60,24 +61,21 @@ class Loss:
         keys = jax.random.split(jax.random.key(seed), 2)
         self.args = {"a": 0.3 * jax.random.normal(keys[0], (8, 8))}, jax.random.normal(keys[1], (16, 8))
 
-    def function(self, edit=lambda number, line: line, half=None):
-        """The loss, with each line of the source edited."""
+    def function(self, source=None, half=None):
+        """The loss, with another source in place of its own."""
         lines = self.source.splitlines(keepends=True)
         linecache.cache[self.file] = (len(self.source), None, lines, self.file)
         names = {"jax": jax, "jnp": jnp, "F16": F16, "BF16": BF16, "F32": F32}
-        source = "".join(edit(number, line) for number, line in enumerate(lines, 1))
-        exec(compile(source, self.file, "exec"), names)
+        exec(compile(source or self.source, self.file, "exec"), names)
         return names["loss_of"](self.half if half is None else half)
 
     def applied(self, words):
         """The loss with what a page says that mends it."""
-        lines = {int(line) for line in re.findall(r"\.py:(\d+):", words)}
-        wide = lambda line: re.sub(r"\b(?:H|B?F16)\b", "F32", line)
-        return self.function(lambda number, line: wide(line) if number in lines else line)
+        return self.function(widened(self.source, words))
 
     def errors(self, found):
         """The relative errors of the loss and of the gradients."""
-        exact = self.function(lambda _, line: line.replace("BF16", "F32").replace("F16", "F32"), F32)
+        exact = self.function(self.source.replace("BF16", "F32").replace("F16", "F32"), F32)
         (loss, grads), (full, full_grads) = (jax.value_and_grad(fun)(*self.args) for fun in (found, exact))
         norm = np.linalg.norm
         return abs(float(loss - full) / float(full)), norm(grads["a"] - full_grads["a"]) / norm(

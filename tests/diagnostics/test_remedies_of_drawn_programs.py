@@ -20,6 +20,7 @@ from jax import lax
 
 from jmp_lite.diagnostics import find_nonfinite
 from tests.support.broken.remedies import cast
+from tests.support.edits import widened
 
 F16, F32 = jnp.float16, jnp.float32
 OPERATIONS = {
@@ -92,33 +93,23 @@ class Program:
         weights = {name: {"kernel": weight} for name, weight in weights.items()}
         self.args = (weights, jax.random.normal(keys[4], (4, 8)), keys[5], *halves)
 
-    def functions(self, edit=lambda number, line: line):
-        """The loss and the step, with each line of the source edited."""
-        lines = [edit(number, line) for number, line in enumerate(self.source.splitlines(keepends=True), 1)]
-        linecache.cache[self.file] = (
-            len(self.source),
-            None,
-            self.source.splitlines(keepends=True),
-            self.file,
-        )
+    def functions(self, source=None):
+        """The loss and the step, with another source in place of their own."""
+        linecache.cache[self.file] = (0, None, self.source.splitlines(keepends=True), self.file)
         namespace = {"jax": jax, "jnp": jnp, "lax": lax, "nn": nn, "Net": Net, "F16": F16, "F32": F32}
-        exec(compile("".join(lines), self.file, "exec"), namespace)
+        exec(compile(source or self.source, self.file, "exec"), namespace)
         return namespace["loss"], namespace["step"]
 
     def applied(self, trial):
         """The functions and the arguments with what a trial has changed."""
         if trial.dtype:
-            wide = lambda _, line: line.replace("F16", "jnp.bfloat16")
-            return self.functions(wide), cast(self.args, jnp.bfloat16)
-        lines = {int(line.split(":")[1]) for line in trial.lines}
-        layers = re.findall(r"dtype=jnp.float32 in (?:\w+/)*(\w+)", trial.change)
-        is_edited = lambda number, line: number in lines or any(f'F16, "{name}"' in line for name in layers)
-        edit = lambda number, line: (
-            re.sub(r"\b(?:F16|[abcd]\.dtype)\b", "F32", line) if is_edited(number, line) else line
-        )
+            return self.functions(self.source.replace("F16", "jnp.bfloat16")), cast(self.args, jnp.bfloat16)
+        source = widened(self.source, " ".join(trial.lines))
+        for name in re.findall(r"dtype=jnp.float32 in (?:\w+/)*(\w+)", trial.change):
+            source = source.replace(f'F16, "{name}"', f'F32, "{name}"')
         named = zip(("p", "x", "key", "a", "b", "c", "d"), self.args)
         args = [cast(arg, F32) if name in trial.arguments else arg for name, arg in named]
-        return self.functions(edit), args
+        return self.functions(source), args
 
 
 def outputs(functions, args, is_step):
@@ -147,7 +138,7 @@ def test_each_remedy_that_is_printed_mends_the_program_that_it_is_written_into(s
     program = Program(seed)
     loss, step = program.functions()
     exact = outputs(
-        program.functions(lambda _, line: line.replace("F16", "F32")),
+        program.functions(program.source.replace("F16", "F32")),
         cast(program.args, F32),
         program.is_step,
     )

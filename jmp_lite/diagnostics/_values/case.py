@@ -27,6 +27,7 @@ from ..._jaxpr import trace as trace_call
 from ..._paths import argument_names
 from ..._scaling.loss_scale import LossScaleLike, NoOpLossScale, as_loss_scale
 from ..._tree import is_traced
+from .numbers import unread_numbers
 from .reference import is_narrow
 from .tap import Probe
 from .trace import LossCall, LossProgram, Measured, Tapped, ValueAndGrad, trace
@@ -84,11 +85,13 @@ class Case:
         return {name: leaf for name, leaf in named if isinstance(leaf, float)}
 
     def exact(self, states: Collection[str]) -> list[str]:
-        """Returns the half arguments but for states. How they were rounded before the call is unknown."""
+        """Returns the half values whose rounding is not known: arguments but for states, and numbers."""
         named = zip(self.traced.names, self.traced.arrays, strict=True)
         halves = (name for name, array in named if is_narrow(array) and name not in states)
         names = dict.fromkeys(name.split("/")[0] for name in halves)
-        return [*names, *(["constants"] if any(map(is_narrow, constants(self.traced.jaxpr))) else [])]
+        has_constants = any(map(is_narrow, constants(self.traced.jaxpr)))
+        numbers = (f"the number on {line}" for line in unread_numbers(self.traced.jaxpr))
+        return [*names, *(["constants"] if has_constants else []), *numbers]
 
     def planned(self, rules: Rules) -> tuple[Planner, Plan]:
         """Returns the plan of autocast by some rules, made once for those of the function and for none."""

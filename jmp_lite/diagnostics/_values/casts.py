@@ -50,7 +50,7 @@ def _casts_around(source: Source, line: str, primitive: str) -> Sequence[Casts]:
     found = []
     for node in nodes:
         if _may_make(node, primitive) and _conversion(source, node) is None:
-            casts = {at: place(_cast_of(source, operand)) for at, operand in enumerate(_operands(node))}
+            casts = {at: place(cast_of(source, operand)) for at, operand in enumerate(_operands(node))}
             operands = {at: cast for at, cast in casts.items() if cast}
             outer = _conversion(source, source.outer.get(node))
             is_result = outer is not None and _converted(outer) is node
@@ -74,7 +74,7 @@ def _operands(node: ast.AST) -> list[ast.expr]:
     return []
 
 
-def _cast_of(source: Source, node: ast.expr) -> ast.Call | None:
+def cast_of(source: Source, node: ast.expr) -> ast.Call | None:
     """Returns the cast to half that an expression is, or that its name stands for."""
     if isinstance(node, ast.Name):
         functions = (each for each in source.around[node] if isinstance(each, FUNCTIONS))
@@ -82,7 +82,7 @@ def _cast_of(source: Source, node: ast.expr) -> ast.Call | None:
         # A name that is assigned twice may stand for either.
         if len(values) != 1 or isinstance(values[0], ast.Name) or values[0].lineno >= node.lineno:
             return None
-        return _cast_of(source, values[0])
+        return cast_of(source, values[0])
     return _conversion(source, node)
 
 

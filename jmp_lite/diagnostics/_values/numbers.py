@@ -12,6 +12,7 @@ import numpy as np
 
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
+from .casts import cast_of
 from .sites import NARROW
 from .source import FUNCTIONS, Source, assigned, defaults_of, expressions_at, operands_of
 
@@ -49,6 +50,26 @@ def lost_numbers(jaxpr: Jaxpr, given: Mapping[str, float] = MappingProxyType({})
                 number = _in_the_source(key, equation, given)
                 found.update({} if number is None else {key: number})
     return found
+
+
+def unread_numbers(jaxpr: Jaxpr) -> list[str]:
+    """Returns the lines that convert a number to half which they do not say, such as a parameter."""
+    lines: dict[str, None] = {}
+    for equation in all_equations(jaxpr):
+        for position, var in enumerate(equation.invars):
+            if is_literal(var) and getattr(var.aval, "dtype", None) in NARROW:
+                lines |= dict.fromkeys(_unread(source_line(equation), position))
+    return [*lines]
+
+
+def _unread(line: str, position: int) -> Iterator[str]:
+    source, nodes = expressions_at(line)
+    if source is None:
+        return
+    for operands in map(operands_of, nodes):
+        cast = cast_of(source, operands[position]) if position < len(operands) else None
+        if cast is not None and not _known(source).numbers(cast):
+            yield source.place(cast)
 
 
 def written(numbers: Numbers, equation: Equation, position: int) -> Written | None:
