@@ -70,7 +70,6 @@ from .scopes import is_by_autocast as is_by_autocast
 from .scopes import is_of_gradient as is_of_gradient
 from .scopes import is_recomputed as is_recomputed
 from .scopes import is_transposed as is_transposed
-from .scopes import operand_flags_of as operand_flags_of
 from .scopes import scope_of as scope_of
 from .softmax import moved_from as moved_from
 from .softmax import softmax_input as softmax_input

@@ -7,8 +7,7 @@ import contextlib
 import functools
 import re
 import urllib.parse
-from collections.abc import Iterator, Mapping, Set
-from types import MappingProxyType
+from collections.abc import Iterator, Set
 from typing import Any
 
 from jax.extend import source_info_util
@@ -26,7 +25,6 @@ FUSED_SCOPE = "jmp_lite.fused_attention"
 _REASON, _IN_REASONS = "jmp_lite.float32.", " ',:*?[]"
 # Such a name, with the numbers of flags, tells `compare_precision` the modules of an equation. The equations
 # that JAX makes of its derivative have it as well.
-_OPERAND = re.compile(r"/?jmp_lite\.operand\.(\d+)((?:\.\d+)+)")
 _FLAGS = re.compile(r"/?jmp_lite\.flags((?:\.\d+)+)")
 
 
@@ -48,7 +46,7 @@ def scope_of(equation: Equation, around: str = "") -> str:
 
 @functools.lru_cache(maxsize=4096)  # The operations of a layer share a few stacks.
 def _scope_of_stack(name_stack: Any) -> str:
-    return plain_scope(_FLAGS.sub("", _OPERAND.sub("", str(name_stack))))
+    return plain_scope(_FLAGS.sub("", str(name_stack)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,27 +82,18 @@ def context_of(equation: Equation) -> Iterator[None]:
         yield
 
 
-def flagged(
-    equation: Equation, flags: Set[int], operands: Mapping[int, Set[int]] = MappingProxyType({})
-) -> Equation:
-    """Returns an equation with the numbers of flags in its name stack, where every transform keeps them.
-
-    `operands` has other flags for some of its operands, by their positions.
-    """
+def flagged(equation: Equation, flags: Set[int]) -> Equation:
+    """Returns an equation with the numbers of flags in its name stack, where every transform keeps them."""
     # A field of ours would be lost in the first `jax.grad`.
     source = equation.source_info
-    scopes = [_numbers(f"jmp_lite.operand.{position}", own) for position, own in sorted(operands.items())]
-    stack = source.name_stack.extend("/".join([*scopes, flag_scope(flags)]))
-    return equation.replace(source_info=source.replace(name_stack=stack))
+    return equation.replace(
+        source_info=source.replace(name_stack=source.name_stack.extend(flag_scope(flags)))
+    )
 
 
 def flag_scope(flags: Set[int]) -> str:
     """Returns the name of the scope that gives the operations inside it the numbers of flags."""
-    return _numbers("jmp_lite.flags", flags)
-
-
-def _numbers(name: str, numbers: Set[int]) -> str:
-    return ".".join([name, *map(str, sorted(numbers))])
+    return ".".join(["jmp_lite.flags", *map(str, sorted(flags))])
 
 
 def flags_of(equation: Equation) -> frozenset[int] | None:
@@ -117,18 +106,6 @@ def _flags_in_stack(name_stack: Any) -> frozenset[int] | None:
     found = _FLAGS.findall(str(name_stack))
     # The innermost flags are the last ones.
     return frozenset(map(int, found[-1][1:].split("."))) if found else None
-
-
-def operand_flags_of(equation: Equation) -> Mapping[int, frozenset[int]]:
-    """Returns the flags that `flagged` has written for operands; none for an equation of a derivative."""
-    stack = equation.source_info.name_stack
-    return {} if is_transposed(equation) else _operand_flags_in_stack(stack)
-
-
-@functools.lru_cache(maxsize=4096)
-def _operand_flags_in_stack(name_stack: Any) -> Mapping[int, frozenset[int]]:
-    found = _OPERAND.findall(str(name_stack))
-    return {int(position): frozenset(map(int, flags[1:].split("."))) for position, flags in found}
 
 
 def is_transposed(equation: Equation) -> bool:

@@ -18,7 +18,7 @@ def widened(source, words, half=("F16", "BF16", "H")):
         for call in calls
         if (call.lineno, call.col_offset) in places
         for name in (*call.args, *(keyword.value for keyword in call.keywords))
-        if isinstance(name, ast.Name) and name.id in half
+        if (isinstance(name, ast.Name) and name.id in half) or getattr(name, "attr", "") == "dtype"
     ]
     for row, start, end, place in sorted(names, reverse=True):
         found.add(place)

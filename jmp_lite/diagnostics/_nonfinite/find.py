@@ -205,7 +205,8 @@ class Trials:
         return [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
 
     def _in_float32(self, kept: Sequence[Module]) -> Trial:
-        lines = dict.fromkeys(line for group in kept if group.casts for line in group.lines)
+        groups = ((*(group.lines if group.casts else ()), *group.after) for group in kept)
+        lines = dict.fromkeys(line for own in groups for line in own)
         arguments = tuple(group.name for group in kept if group.is_argument)
         how = {"rules": rules_for(self.runs, kept), "lines": tuple(lines), "arguments": arguments}
         error, scale = self._run(kept)

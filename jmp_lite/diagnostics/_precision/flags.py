@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -35,7 +35,7 @@ from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, has_value, is_narrow
 from .._values.trace import EVERY_CAST
 from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for
-from .sources import Operands, Sources, sources_of
+from .sources import sources_of
 
 _Members: TypeAlias = dict[Module, set[int]]
 """Modules or sources, each with the indexes of its operations."""
@@ -53,19 +53,17 @@ class FlaggedProgram:
         self._case, self.rules = case, case.rules
         self.is_step = case.call.value_and_grad_fn is None
         self.operations = case.operations(self.rules)
-        modules, sources, in_half, operands = self._groups(case.call.differentiated)
+        modules, sources, in_half = self._groups(case.call.differentiated)
         self.modules, self._sources = tuple(modules), tuple(sources)
         self.groups = frozenset((*self.modules, *self._sources))
         flags = _numbered(len(self.operations), [*modules.values(), *sources.values(), in_half])
-        numbers = {group.name: number for number, group in enumerate((*self.modules, *self._sources))}
-        of_operands = [{at: _flags_of(casts, numbers) for at, casts in own.items()} for own in operands]
         self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
         for operation, own in zip(self.operations, flags, strict=True):
             self._flags_by_line[operation.source] |= own
         # By default a GPU runs float32 products in TF32, whose error is that of float16:
         # https://github.com/jax-ml/jax/issues/12008.
         with jax.default_matmul_precision("highest"):
-            jaxpr = _with_flags(case.traced.jaxpr, zip(flags, of_operands, strict=True))
+            jaxpr = _with_flags(case.traced.jaxpr, iter(flags))
             planner, plan = make_plan(dataclasses.replace(case.traced, jaxpr=jaxpr), self.rules)
             self._program = case.program_of(lambda arrays: run(planner, plan, arrays, _Interpreter))
         # Without autocast it is the dtype that the program has most often.
@@ -177,13 +175,10 @@ class FlaggedProgram:
         """How many floating results there are: the outputs, then the auxiliary results."""
         return len(self.outputs) + len(self.aux)
 
-    def _groups(self, parameters: Sequence[str]) -> tuple[_Members, _Members, set[int], list[Operands]]:
-        """Returns the modules and the sources, each with its operations, and all operations in half.
-
-        The last list has for each operation the sources of the operands that it casts to half.
-        """
+    def _groups(self, parameters: Sequence[str]) -> tuple[_Members, _Members, set[int]]:
+        """Returns the modules and the sources, each with its operations, and all operations in half."""
         around = _jitted_as_a_whole(self._case.traced.jaxpr)
-        own, sources, operands = self._own_groups(parameters, around)
+        own, sources = self._own_groups(parameters, around)
         of_program = set[int]().union(*own.values())
         pairs = list(zip(self.operations, self._case.before, strict=True))
         products = [now for now, before in pairs if now.on_tensor_cores and not before.in_half]
@@ -193,21 +188,19 @@ class FlaggedProgram:
         by_autocast = {n for n, each in enumerate(is_cast) if each} - of_program
         modules = {module: kept & by_autocast for module, kept in zip(cast, self._kept_by_rules(cast))}
         modules.update(zip(_renamed([*own], cast), own.values()))
-        return modules, sources, of_program | by_autocast, operands
+        return modules, sources, of_program | by_autocast
 
-    def _own_groups(
-        self, parameters: Sequence[str], around: str
-    ) -> tuple[_Members, _Members, list[Operands]]:
+    def _own_groups(self, parameters: Sequence[str], around: str) -> tuple[_Members, _Members]:
         """Returns the modules of the program's own half values and the sources, each with its operations."""
         traced, before = self._case.traced, self._case.before
         numbers = lost_numbers(traced.jaxpr, self._case.numbers)
-        found, operands = sources_of(traced, self.is_step, numbers)
+        found = sources_of(traced, self.is_step, numbers)
         own = [n for n, operation in enumerate(before) if gives_half(operation) or found[n]]
         parts, owners = own_modules([before[n] for n in own], parameters, traced.names, around)
         # Layers of a library are found among the modules. What comes out of one comes from it alone, so the
         # sources are then found again.
         if layers := [part for part in parts if part.layer]:
-            found, operands = sources_of(traced, self.is_step, numbers, layers)
+            found = sources_of(traced, self.is_step, numbers, layers)
         every = sorted(frozenset[Module]().union(*found), key=lambda source: source.name)
         sources = {source: {n for n in own if source in found[n]} for source in every}
         with_carries = {source.name: source for source in every if source.layer}
@@ -215,7 +208,7 @@ class FlaggedProgram:
         modules = {part: sources.pop(part, set[int]()) for part in parts}
         for n, owner in zip(own, owners, strict=True):
             modules[parts[owner]].add(n)
-        return modules, sources, operands
+        return modules, sources
 
     def _kept_by_rules(self, cast: Sequence[Module]) -> Iterator[set[int]]:
         """Yields for each module the operations to which a rule for float32 gives other dtypes."""
@@ -226,10 +219,6 @@ class FlaggedProgram:
             yield {
                 n for n, (now, kept) in pairs if (now.operands, now.results) != (kept.operands, kept.results)
             }
-
-
-def _flags_of(sources: Sources, numbers: Mapping[str, int]) -> Flags:
-    return frozenset(numbers[source.name] for source in sources if source.name in numbers)
 
 
 def _numbered(count: int, groups: Iterable[Collection[int]]) -> list[Flags]:
@@ -275,21 +264,18 @@ class _Number(Value):
         return self.native if dtype == jnp.float32 else cast(lax.optimization_barrier(self.native), dtype)
 
 
-def _with_flags(jaxpr: Jaxpr, flags: Iterator[tuple[Flags, dict[int, Flags]]]) -> Jaxpr:
-    """Returns a jaxpr with flags in its equations: the next of `flags` for each operation of a report.
-
-    Each is a pair: the flags of the operation, and those of some of its operands.
-    """
+def _with_flags(jaxpr: Jaxpr, flags: Iterator[Flags]) -> Jaxpr:
+    """Returns a jaxpr with flags in its equations: the next of `flags` for each operation of a report."""
 
     def changed(equation: Equation) -> Equation:
-        own, operands = frozenset[int](), dict[int, Flags]()
+        own: Flags = frozenset()
         if traits_of(equation.primitive.name).category is Category.CALL:
             parts = [_with_flags(inner.jaxpr, flags) for inner in inner_jaxprs(equation)]
             equation = with_inner_jaxprs(equation, parts)
             # For the equations that JAX makes itself, such as those of the rule of a custom derivative.
             own = own.union(*(each for part in parts for each in flags_in(part)))
         elif has_floating(equation):
-            own, operands = next(flags)
-        return flagged(equation, own, operands) if own else equation
+            own = next(flags)
+        return flagged(equation, own) if own else equation
 
     return with_equations(jaxpr, list(map(changed, equations(jaxpr))))

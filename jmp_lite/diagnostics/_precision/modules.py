@@ -26,6 +26,7 @@ class Module:
     layer: str = ""  # Otherwise, how to keep it in float32, in words.
     casts: str = ""  # The half dtype to which its line casts; empty if it is not a line with a cast.
     is_argument: bool = False  # Whether it is an argument in half, and all that is computed from it in half.
+    after: tuple[str, ...] = ()  # The lines that cast what comes from it to half again, which JAX left out.
     carries: tuple[str, ...] = ()  # The lines of the loops whose half carries come from it.
     autocast: str = ""  # The scope of the casts that an autocast inside of the function makes.
     is_gradient: bool = False  # Whether the edit casts the half gradients that its line computes with.
@@ -118,8 +119,9 @@ def in_words(modules: Sequence[Module]) -> str:
 def _casts_in_words(modules: Sequence[Module]) -> list[str]:
     casts: dict[str, set[str]] = collections.defaultdict(set)
     for module in modules:
-        if module.casts:
-            casts[module.casts].update(map(_place, module.lines))
+        lines = (*(module.lines if module.casts else ()), *module.after)
+        if lines:
+            casts[module.casts or "half precision"].update(map(_place, lines))
     words = [f"use float32 instead of {dtype} on {_places(lines)}" for dtype, lines in casts.items()]
     loops = {_place(line) for module in modules for line in module.carries}
     return [*words, f"start the carry in float32 for the loop on {_places(loops)}"] if loops else words

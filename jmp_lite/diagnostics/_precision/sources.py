@@ -18,7 +18,6 @@ from ..._jaxpr import (
     Equation,
     Forward,
     Jaxpr,
-    Var,
     all_equations,
     call_scope,
     casting_line,
@@ -40,8 +39,6 @@ from .._values.source import makes_half
 from .modules import Module, is_of_library
 
 Sources = frozenset[Module]
-Operands = dict[int, Sources]
-"""What the operands of an operation come from that it takes rounded to half, by their positions."""
 
 _LIBRARY = Module("a library", "")
 _NONE = Module("no source", "")
@@ -62,7 +59,6 @@ class _Origin(NamedTuple):
     sources: Sources = frozenset()  # Of a half value, or of the half value that was cast to a float32 value.
     line: str = ""  # For a float32 value, the line that has widened it.
     is_fixed: bool = False  # Whether it is computed from numbers and constants alone.
-    is_cast: bool = False  # Whether a cast to half follows that the jaxpr does not have.
     stage: Stage = Stage.OUTSIDE
 
 
@@ -72,8 +68,8 @@ def _joined(origins: Iterable[_Origin]) -> Sources:
 
 def sources_of(
     traced: Arguments, is_step: bool, numbers: Numbers, layers: Sequence[Module] = ()
-) -> tuple[list[Sources], list[Operands]]:
-    """Returns for each operation of a report what its half values come from, and the operands that it casts.
+) -> list[Sources]:
+    """Returns for each operation of a report what its half values come from.
 
     An operation in float32 has sources if one of the `numbers` that it takes was converted to half. What one
     of the `layers` of a library gives comes from it alone: it casts whatever it takes to its own dtype.
@@ -99,10 +95,14 @@ def sources_of(
         own = (sources | of_library if _LIBRARY in sources else sources) - {_LIBRARY, _NONE}
         # What has no source adapts to what it meets. Alone it is what any half value may need.
         own = own if own or _NONE not in sources else every
-        return frozenset(dataclasses.replace(each, carries=carried.get(each, ())) for each in own)
 
-    operations = list(_operations(traced.jaxpr))
-    return list(map(resolved, operations)), [search.cast.get(id(each), {}) for each in operations]
+        def with_lines(each):
+            after = tuple(search.after.get(each.name, ()))
+            return dataclasses.replace(each, carries=carried.get(each, ()), after=after)
+
+        return frozenset(map(with_lines, own))
+
+    return list(map(resolved, _operations(traced.jaxpr)))
 
 
 class _Search(Forward[_Origin]):
@@ -116,8 +116,9 @@ class _Search(Forward[_Origin]):
         # By the line of a cast to float32, the sources of what it casts.
         self._widened: dict[str, Sources] = collections.defaultdict(frozenset)
         self._narrowed: dict[str, Sources] = collections.defaultdict(frozenset)  # Those of a cast to half.
+        # By the name of a source, the casts of what comes from it that JAX left out.
+        self.after: dict[str, dict[str, None]] = collections.defaultdict(dict)
         self._differentiated: Sources = frozenset()  # Of the half values that a forward pass takes.
-        self.cast: dict[int, Operands] = collections.defaultdict(dict)  # By the id of an equation.
         # By its line, what an operation of a forward pass comes from, and so its backward pass.
         self._of_line: dict[tuple[str, bool], Sources] = {}
         self.rounding = set[int]()  # The ids of the equations that read gradients in half, and give float32.
@@ -128,16 +129,15 @@ class _Search(Forward[_Origin]):
         gives_half = _gives_half(equation)
         stage = self._stage(equation)
         operands = self._across_gradient(equation, operands, stage, line)
-        operands, result = self._with_casts(equation, operands, stage, line)
+        casts, after = self._left_out(equation, operands, line) if stage is not Stage.BACKWARD else (None, "")
         if _widens(equation):
             self._widened[line] |= operands[0].sources
         # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
         taken = (origin for origin in operands if origin.line in ("", line))
         is_fixed = all(origin.is_fixed for origin in operands)
-        # A gradient is rounded by each cast that JAX left out, also where the other operands are float32. So
-        # the operation counts as one in half until these casts are left out.
-        casts = self.cast[id(equation)].values()
-        sources = frozenset().union(*casts) if casts else _joined(taken) | self.of_numbers(equation)
+        # A cast that JAX left out rounds a value and its gradient, also where the other operands are float32. So
+        # the operation is in half until the cast is left out in the source, too.
+        sources = casts or _joined(taken) | self.of_numbers(equation)
         if gives_half:
             sources = self._of_half(equation, line, sources, is_fixed)
             sources = self._as_in_forward(equation, sources, stage, line)
@@ -147,30 +147,23 @@ class _Search(Forward[_Origin]):
             sources = self._narrowed[line] or sources
         sources = (self._layer_of(equation) if sources else None) or sources
         lines = ("" if is_narrow(var) else line for var in equation.outvars)
-        if gives_half and result:
-            sources = frozenset({_of_line(result, equation.outvars[0])})
-        return [_Origin(sources, own, is_fixed, gives_half and bool(result), stage) for own in lines]
+        for source in sources if after and gives_half else ():
+            self.after[source.name][after] = None
+        return [_Origin(sources, own, is_fixed, stage) for own in lines]
 
-    def _with_casts(
-        self, equation: Equation, operands: list[_Origin], stage: Stage, line: str
-    ) -> tuple[list[_Origin], str]:
-        """Returns the operands behind casts that JAX left out, and the line that casts the result."""
-        if not any(map(is_narrow, equation.invars)) or is_of_library(line):
-            return operands, ""
-        if stage is Stage.BACKWARD:
-            return operands, ""
-        casts = self._casts_of(equation, operands, line)
-        operands, taken = list(operands), self.cast[id(equation)]
+    def _left_out(self, equation: Equation, operands: list[_Origin], line: str) -> tuple[Sources, str]:
+        """Returns the casts of half operands that JAX left out, one edit for all, and that of the result."""
+        narrow = [var for var in (*equation.invars, *equation.outvars) if is_narrow(var)]
+        if not narrow or is_of_library(line):
+            return frozenset(), ""
+        casts, lines = self._casts_of(equation, operands, line), []
         for position, (var, operand) in enumerate(zip(equation.invars, operands)):
-            if not is_narrow(var) or is_literal(var):
-                continue
-            own = operand.sources
-            if cast := casts.operands.get(position):
-                own = frozenset({_of_line(cast, var)})
-            if operand.is_cast or own != operand.sources:
-                taken[position] = own
-            operands[position] = operand._replace(sources=own)
-        return operands, casts.result
+            cast = casts.operands.get(position)
+            is_in_half = is_narrow(var) and not is_literal(var)
+            if cast and is_in_half and {source.name for source in operand.sources} != {cast}:
+                lines.append(cast)
+        edit = Module(" and ".join(lines), "", tuple(lines), casts=narrow[0].aval.dtype.name)
+        return frozenset({edit} if lines else ()), casts.result
 
     def _as_in_forward(self, equation: Equation, sources: Sources, stage: Stage, line: str) -> Sources:
         """Returns the sources of a half result; in a backward pass those of the operation on its line."""
@@ -265,15 +258,10 @@ def _gives_half(equation: Equation) -> bool:
     return any(map(is_narrow, equation.outvars))
 
 
-def _of_line(line: str, var: Var) -> Module:
-    return Module(line, "", (line,), casts=var.aval.dtype.name)
-
-
 def _both(first: _Origin, second: _Origin) -> _Origin:
     sources, is_fixed = first.sources | second.sources, first.is_fixed and second.is_fixed
     stage = second.stage if first.stage is Stage.OUTSIDE else first.stage
-    is_cast = first.is_cast or second.is_cast
-    return _Origin(sources, first.line or second.line, is_fixed, is_cast, stage)
+    return _Origin(sources, first.line or second.line, is_fixed, stage)
 
 
 def _cast(equation: Equation, line: str, is_fixed: bool) -> Sources:
@@ -288,7 +276,7 @@ def _cast(equation: Equation, line: str, is_fixed: bool) -> Sources:
     line = casting_line(equation) or line
     if is_of_library(line):
         return frozenset({_LIBRARY})
-    return frozenset({_of_line(line, equation.outvars[0])})
+    return frozenset({Module(line, "", (line,), casts=equation.outvars[0].aval.dtype.name)})
 
 
 def _carried(jaxpr: Jaxpr, found: dict[int, list[_Origin]]) -> dict[Module, tuple[str, ...]]:

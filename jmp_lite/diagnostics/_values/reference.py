@@ -33,7 +33,6 @@ from ..._jaxpr import (
     flags_of,
     inner_jaxprs,
     open_jaxpr,
-    operand_flags_of,
     replay,
     traits_of,
     while_loop,
@@ -120,10 +119,6 @@ class Reference:
     def _operands(self, equation: Equation, values: Iterable[ReferenceValue], flags: Flags | None) -> Values:
         """Returns the operands; with the flags off numbers as they are written, which half had rounded."""
         operands = list(values)
-        for position, own in operand_flags_of(equation).items():
-            if self._by_hand is None:
-                array = self._rounded(operands[position].array, equation.invars[position], own)
-                operands[position] = ReferenceValue(array, own)
         for position, value in enumerate(operands):
             if (number := written(self._numbers, equation, position)) is not None:
                 array = self._choose(flags, value.array, np.asarray(number.number, self._wide))
@@ -237,8 +232,7 @@ class Reference:
 
 
 def flags_in(jaxpr: Jaxpr) -> Set[Flags]:
-    own = {flags for equation in all_equations(jaxpr) if (flags := flags_of(equation)) is not None}
-    return own.union(*(operand_flags_of(equation).values() for equation in all_equations(jaxpr)))
+    return {flags for equation in all_equations(jaxpr) if (flags := flags_of(equation)) is not None}
 
 
 def has_value(jaxpr: Jaxpr, dtypes: Collection[Any] = NARROW) -> bool:
