@@ -29,15 +29,16 @@ AVERAGES = {
     "difference": "{s} = {s} + ((1 - {d}) * ({v} - {s})).astype({half})",
     "increment": "{s} = ({s}.astype({half}) + ((1 - {d}) * ({v} - {s})).astype({half})).astype(F32)",
 }
+NO_CASTS = ("float32", "number", "numbers")  # Of the values.
 # The values of the averages, where they start, and how the step uses them.
 VALUES = {
     "ema": ("p", ("P", "1.5 * P", "0 * P"), ""),
-    "mean": ("x.mean(0)", ("jnp.zeros(8)", "jnp.full(8, 2.5)"), ""),
-    "variance": ("(x**2).mean(0) - x.mean(0)**2", ("jnp.zeros(8)", "jnp.full(8, 2.0)"), ""),
+    "mean": ("x.mean(0)", ("jnp.zeros(8)", "jnp.full(8, 2.5, F32)"), ""),
+    "variance": ("(x**2).mean(0) - x.mean(0)**2", ("jnp.zeros(8)", "jnp.full(8, 2.0, F32)"), ""),
     "half_variance": ("(x.astype({half})**2).mean(0) - x.mean(0)**2", ("jnp.zeros(8)",), ""),
     "momentum": ("g", ("0 * P", "0.1 * P"), "g = {s}"),
-    "second": ("g**2", ("0 * P",), "g = 0.1 * g / (jnp.sqrt({s}) + 1e-6)"),
-    "half_second": ("(g.astype({half})**2)", ("0 * P",), "g = 0.1 * g / (jnp.sqrt({s}) + 1e-6)"),
+    "second": ("g**2", ("0 * P",), "g = 0.01 * g / (jnp.sqrt({s}) + 1e-6)"),
+    "half_second": ("(g.astype({half})**2)", ("0 * P",), "g = 0.01 * g / (jnp.sqrt({s}) + 1e-6)"),
 }
 SUMS = (
     "{s} = {s} + g",
@@ -53,9 +54,9 @@ SCHEDULES = (
     "rate = rate * jnp.exp(-(({s} - {n}).astype({half}) / 20)).astype(F32)",
 )
 CORRECTIONS = (
-    "g = 0.1 * g / (1 - 0.99 ** ({s} - {n} + 1))",
-    "g = 0.1 * g / (1 - jnp.asarray(0.99, {half}) ** ({s} - {n} + 1))",
-    "g = 0.1 * g / (1 - jnp.asarray(0.998, {half}) ** ({s} - {n} + 1)).astype(F32)",
+    "g = 0.01 * g / (1 - 0.99 ** ({s} - {n} + 1))",
+    "g = 0.01 * g / (1 - jnp.asarray(0.99, {half}) ** ({s} - {n} + 1))",
+    "g = 0.002 * g / (1 - jnp.asarray(0.998, {half}) ** ({s} - {n} + 1)).astype(F32)",
 )
 KINDS = [*VALUES, "sum", "schedule", "correction"]
 
@@ -91,7 +92,7 @@ class Step:
         self.source = "\n".join(lines) + "\n"
         keys = jax.random.split(jax.random.key(seed), 3)
         p, x = 0.3 * jax.random.normal(keys[0], (8, 4)), jax.random.normal(keys[1], (32, 8)) + self.offset
-        starts = [eval(start, {"P": p, "jnp": jnp}) for start in self.starts]
+        starts = [eval(start, {"P": p, "jnp": jnp, "F32": F32}) for start in self.starts]
         self.states, self.batch = (p, *starts), (x, jax.random.normal(keys[2], (32, 4)))
         self.names = ("p", *"st"[: len(drawn)])
 
@@ -100,9 +101,10 @@ class Step:
         half = draw.choice(["H", NAMES[self.half]])
         if kind in VALUES:
             value, starts, use = VALUES[kind]
-            form = draw.choice(list(AVERAGES.values()))
+            # A cast of half values to half is no operation, so that no page can name it.
+            form = draw.choice([each for each in AVERAGES if "half" not in kind or each in NO_CASTS])
             said = {"s": name, "d": draw.choice([0.5, 0.9, 0.99, 0.998]), "half": half}
-            lines = [form.format(v=value.format(half=half), **said), use.format(s=name)]
+            lines = [AVERAGES[form].format(v=value.format(half=half), **said), use.format(s=name)]
             return [line for line in lines if line], draw.choice(starts)
         if kind == "sum":
             return [draw.choice(SUMS).format(s=name, half=half)], draw.choice(
@@ -128,7 +130,9 @@ class Step:
 
     def ends(self, step, states=None):
         """Where 20 steps leave the states."""
-        states, step = self.states if states is None else states, jax.jit(step)
+        # Without it XLA may leave out a cast to half and back.
+        step = jax.jit(step, compiler_options={"xla_allow_excess_precision": False})
+        states = self.states if states is None else states
         for _ in range(20):
             states = step(*states, *self.batch)
         return [np.asarray(state, np.float64) for state in states]
@@ -196,4 +200,6 @@ def test_a_float32_state_that_ends_off_is_named_and_mended(seed):
         if casts := re.search(r"use float32 instead of (.+?)(?:;|\. Then)", said):
             places = {(int(row), int(column)) for row, column in re.findall(r"\.py:(\d+):(\d+)", casts[1])}
             after = drawn.errors(drawn.ends(drawn.function(edits=places)), full)
-            assert max(after.values()) < 0.12, f"{context}\n{after}"
+            # A page calls up to a quarter of the movement right.
+            wrong = {name for name, error in after.items() if error > max(0.27, 2 * excused[name])}
+            assert not wrong, f"{context}\n{after}"

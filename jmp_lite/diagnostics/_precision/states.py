@@ -224,8 +224,8 @@ def _compared(start: Array, full: Array, half: Array, eps: float) -> tuple[Array
     _, exponent = jnp.frexp(jnp.abs(start))
     unit = jnp.where(start == 0, 0, jnp.ldexp(jnp.ones(()), exponent - 1))
     least = _UNITS * jnp.finfo(start.dtype).eps * unit
-    moves = (jnp.abs(full - start) > least) | ~(jnp.abs(half - start) <= least)  # Also if it is NaN.
-    is_compared = is_finite & moves.any() & ~_is_residue(full, half)
+    is_moved = (jnp.abs(full - start) > least) | ~(jnp.abs(half - start) <= least)  # Also if it is NaN.
+    is_compared = is_finite & is_moved.any() & ~_is_residue(full, half)
     way, own = (jnp.where(is_compared, each - start, 0) for each in (full, half))
     largest = jnp.max(jnp.abs(way), initial=0)
     way, own = (each / jnp.where(largest > 0, largest, 1) for each in (way, own))
