@@ -48,15 +48,15 @@ Trained: TypeAlias = tuple[dict[int, list[float]], list[Array]]
 class States:
     """The states of a step. `state` has for each result that is one the index of its argument.
 
-    A loss scale is carried, and not compared: float32 has no overflow that makes it smaller.
+    A loss scale stays as it is given: one that grows makes float16 skip steps that float32 does not skip.
     """
 
     def __init__(self, program: FlaggedProgram, state: dict[int, int], loss_scales: Collection[str]) -> None:
-        self._program, self._state, self._start = program, state, program.arrays(1.0)
+        self._program, self._start = program, program.arrays(1.0)
+        self._state = {n: i for n, i in state.items() if program.argument(i)[0] not in loss_scales}
         # The loss of a loss function is compared where its gradients are.
         self._metrics = len(program.outputs) if program.is_step else 0
-        floating = [number for number in state if number < program.floating]
-        self._floating = [n for n in floating if program.argument(state[n])[0] not in loss_scales]
+        self._floating = [number for number in self._state if number < program.floating]
         dtypes = [program.argument(state[number])[1] for number in self._floating]
         self.in_half = any(dtype in _HALF for dtype in dtypes)
 
