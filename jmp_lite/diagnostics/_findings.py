@@ -157,13 +157,25 @@ def _complaints(tree: Any) -> list[str]:
 
 def of_step_in_float32(runs: Runs) -> Iterator[Finding]:
     """Yields what a step gets wrong in half; if it has states, only what some steps show."""
-    if not runs.states.in_half and Judge(runs).limits(None).allow(runs.keeping(())):
-        return
     # The error of one step with a state says little (see `_precision.states`), so the step is repeated.
-    if not runs.states:
+    if runs.states:
+        if wrong := _wrong(runs):
+            yield _of_states(runs, wrong)
+    elif not _is_right(runs):
         yield _of_one_step(runs)
-    elif wrong := runs.states.wrong():
-        yield _of_states(runs, wrong)
+
+
+def _is_right(runs: Runs) -> bool:
+    return Judge(runs).limits(None).allow(runs.keeping(()))
+
+
+def _wrong(runs: Runs, kept: Sequence[Module] = ()) -> Sequence[Wrong]:
+    """Returns what some steps get wrong, with some modules in float32."""
+    wrong = runs.states.wrong(kept)
+    if runs.states.in_half or not any(each.is_metric for each in wrong) or not _is_right(runs):
+        return wrong
+    # A metric such as an accuracy may have few values, and one of the loss scale follows an overflow.
+    return [each for each in wrong if not each.is_metric]
 
 
 def of_aux(runs: Runs) -> Iterator[Finding]:
@@ -206,7 +218,7 @@ def _helpful(runs: Runs) -> Sequence[Module]:
         return not Limits("gradients", HARM).allow(runs.keeping(kept))
 
     def is_wrong(kept):
-        return bool(runs.states.wrong(kept)) if runs.states else is_far(kept)
+        return bool(_wrong(runs, kept)) if runs.states else is_far(kept)
 
     # The smallest edit of a step: a cast of its gradients before it computes with them.
     gradients = [edit for edit in runs.program.edits if edit.is_gradient]

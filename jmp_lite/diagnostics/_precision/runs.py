@@ -36,6 +36,7 @@ class Runs:
         self.loss = None if program.is_step else float(self.full[0])
         self.half_loss: float | None = None  # With everything in half, at the scale of the call.
         self._state = updated(program, self.full)
+        self._loss_scales = case.program.loss_scales
         self._groups = groups_of(program, self._state)
         self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
         first = 0 if program.is_step else 1
@@ -84,7 +85,7 @@ class Runs:
 
     @functools.cached_property
     def states(self) -> States:
-        return States(self.program, self._state)
+        return States(self.program, self._state, self._loss_scales)
 
     def in_bfloat16(self) -> Difference:
         return self._difference(self.program.in_bfloat16(self.scale))

@@ -25,7 +25,7 @@ _SHARE = 0.1  # Of the elements that float32 moves: so many may stay where they 
 _LEAST = 0.5  # A state that comes less than half as far as in float32 loses its updates.
 # A float32 state that ends so far off, relative to its movement, is wrong if other roundings change it less.
 _OFF = 0.25
-_RESIDUE = 1e-3  # A state that float32 leaves smaller than this part of the one in half is a rounding error.
+_RESIDUE = 1e-3  # What is smaller in float32 than this part of what it is in half is a rounding error.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Wrong:
     name: str  # The path of the result, or of the argument whose new value it is.
     in_half: bool = False  # Whether the state is in half itself.
     is_lost: bool = False  # Whether it does not move at all.
+    is_metric: bool = False  # Whether it is no state.
     may_follow: bool = False  # Whether the cause may be another wrong result.
 
 
@@ -45,13 +46,17 @@ Trained: TypeAlias = tuple[dict[int, list[float]], list[Array]]
 
 
 class States:
-    """The states of a step. `state` has for each result that is one the index of its argument."""
+    """The states of a step. `state` has for each result that is one the index of its argument.
 
-    def __init__(self, program: FlaggedProgram, state: dict[int, int]) -> None:
-        self._program, self._state, self._start = program, state, program.arrays(1.0)
+    A loss scale stays as it is given: one that grows makes float16 skip steps that float32 does not skip.
+    """
+
+    def __init__(self, program: FlaggedProgram, state: dict[int, int], loss_scales: Collection[str]) -> None:
+        self._program, self._start = program, program.arrays(1.0)
+        self._state = {n: i for n, i in state.items() if program.argument(i)[0] not in loss_scales}
         # The loss of a loss function is compared where its gradients are.
         self._metrics = len(program.outputs) if program.is_step else 0
-        self._floating = [number for number in state if number < program.floating]
+        self._floating = [number for number in self._state if number < program.floating]
         dtypes = [program.argument(state[number])[1] for number in self._floating]
         self.in_half = any(dtype in _HALF for dtype in dtypes)
 
@@ -67,9 +72,13 @@ class States:
         """Returns what is wrong with some modules in float32 and the others in half, the worst first."""
         # An error of one step says little: the first update of Adam is the sign of each gradient, and near an
         # optimum every gradient is mostly rounding error. So the step is repeated on the same batch.
-        half = self._run(kept)
+        half = self._run(kept) if kept else self._in_half
         every = [*self._of_metrics(half), *self._of_states(half)]
         return sorted(every, key=lambda each: (each.may_follow, -each.error))
+
+    @functools.cached_property
+    def _in_half(self) -> Trained:
+        return self._run(())
 
     @functools.cached_property
     def _in_float32(self) -> Trained:
@@ -81,20 +90,14 @@ class States:
             size, last = max(abs(end), abs(start - end)), _last(half[0][number])
             difference = abs(last - end)
             error = difference / size if size else difference
-            if not error <= HARM:  # Also if it is NaN.
+            if math.isfinite(end) and not error <= HARM:  # Also if it is NaN.
                 name = f"result {self._program.outputs[number]}".strip()
                 what = f"The {name} of the step ends at {last:.3g} {_ON}, and at {end:.3g} in float32."
-                yield Wrong(what, error, name)
+                yield Wrong(what, error, name, is_metric=True)
 
     def _of_states(self, half: Trained) -> Iterator[Wrong]:
         for number, own, full in zip(self._floating, half[1], self._in_float32[1]):
-            if self._may_be_wrong(number, full, own):
-                yield from self._of_state(number, full, own)
-
-    def _may_be_wrong(self, number: int, full: Array, own: Array) -> bool:
-        is_inexact = jnp.issubdtype(self._start[self._state[number]].dtype, jnp.inexact)
-        # A state that holds the rounding error of another is zero in float32.
-        return is_inexact and not _norm(full) < _RESIDUE * _norm(own)
+            yield from self._of_state(number, full, own)
 
     def _of_state(self, number: int, full: Array, own: Array) -> Iterator[Wrong]:
         """Yields what is wrong with a state, from where it ends in float32 and with its `own` roundings."""
@@ -119,20 +122,24 @@ class States:
 
     @functools.cached_property
     def _of_other_roundings(self) -> dict[int, float]:
-        """The larger error of each state: with casts by hand, or from parameters that are rounded."""
+        """The larger error of each state: with casts by hand, or from a start that is rounded."""
         # Adam moves each element by the size of the learning rate, also one whose gradient is rounding error.
         # So a large error says little where casts by hand, or the last digits of half, cause one as well.
         near = self._program.arrays(1.0, float(jnp.finfo(self._program.dtype).eps))
+        # A bias in front of a normalization has a rounding error as its gradient, and may end anywhere. What
+        # depends on it, such as a running mean, is no more wrong than it is.
+        for number, full, own in zip(self._floating, self._in_float32[1], self._in_half[1]):
+            start = self._start[self._state[number]]
+            if _is_residue(full - start, own - start):
+                near[self._state[number]] = start + own - full
         by_hand = self._repeat(self._program.step_by_hand, self._start)[1]
         nudged = self._repeat(functools.partial(self._program.run, half=None), near)[1]
         errors = {}
         for number, full, hand, other in zip(self._floating, self._in_float32[1], by_hand, nudged):
             index = self._state[number]
-            start, dtype = self._start[index], self._program.argument(index)[1]
-            if jnp.issubdtype(start.dtype, jnp.inexact):
-                ends = (hand, other - near[index] + start)
-                eps = jnp.finfo(dtype).eps
-                errors[number] = max(float(_compared(start, full, end, eps)[-1]) for end in ends)
+            start, eps = self._start[index], jnp.finfo(self._program.argument(index)[1]).eps
+            ends = (hand, other - near[index] + start)
+            errors[number] = max(float(_compared(start, full, end, eps)[-1]) for end in ends)
         return errors
 
     def _run(self, kept: Collection[Module] | None) -> Trained:
@@ -198,22 +205,31 @@ def _norm(x: Array) -> Array:
 
 
 @jax.jit
+def _is_residue(full: Array, half: Array) -> Array:
+    return _norm(full) < _RESIDUE * _norm(half)
+
+
+@jax.jit
 def _compared(start: Array, full: Array, half: Array, eps: float) -> tuple[Array, ...]:
     """Compares a state with float32.
 
     Returns how many elements move in float32, how many of these never move in half, how many of these should
     by some units, their part of the norm of the movement, how far the state comes, as a part of how far it
-    comes in float32, and the error of the elements that move by some units, over their movement.
+    comes in float32, and the error of the elements that move by some units, over their movement. Each is 0
+    for a state that is a rounding error, such as Kahan's compensation, or that moves by its last digits.
     """
     # A state may start as inf, such as the best loss so far, which has no distance from where it ends.
     is_finite = jnp.isfinite(start) & jnp.isfinite(full)
-    way, own = (jnp.where(is_finite, each - start, 0) for each in (full, half))
+    # A unit of the last place of each element, for an `eps` of 1; of 0 it is 0.
+    _, exponent = jnp.frexp(jnp.abs(start))
+    unit = jnp.where(start == 0, 0, jnp.ldexp(jnp.ones(()), exponent - 1))
+    least = _UNITS * jnp.finfo(start.dtype).eps * unit
+    is_moved = (jnp.abs(full - start) > least) | ~(jnp.abs(half - start) <= least)  # Also if it is NaN.
+    is_compared = is_finite & is_moved.any() & ~_is_residue(full, half)
+    way, own = (jnp.where(is_compared, each - start, 0) for each in (full, half))
     largest = jnp.max(jnp.abs(way), initial=0)
     way, own = (each / jnp.where(largest > 0, largest, 1) for each in (way, own))
-    # A unit of the last place of each element; of 0 it is 0.
-    _, exponent = jnp.frexp(jnp.abs(start))
-    units = _UNITS * jnp.where(start == 0, 0, jnp.ldexp(jnp.asarray(eps, jnp.float32), exponent - 1))
-    units = units / jnp.where(largest > 0, largest, 1)
+    units = _UNITS * eps * unit / jnp.where(largest > 0, largest, 1)
     moves, is_stuck = way != 0, (way != 0) & (own == 0)
     is_far = (jnp.abs(way) >= units) & moves
 

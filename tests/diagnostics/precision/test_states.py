@@ -115,6 +115,14 @@ def test_a_metric_that_is_off_has_both_its_values_on_the_page():
 
 
 @pytest.mark.slow
+def test_a_metric_that_is_not_finite_in_float32_either_is_no_fault():
+    def step(mean, count, x):
+        return mean_of(0.25)(mean, x), count + 1, {"log": jnp.log(3.0 - count)}
+
+    assert faults(step, jnp.ones(8, BF16), jnp.asarray(0), jnp.full((16, 8), 1.25)) == []
+
+
+@pytest.mark.slow
 def test_running_means_of_which_half_never_move():
     x = jnp.tile(jnp.array([3.0, 9.0] * 4), (16, 1))
     (fault,) = faults(mean_of(0.001), jnp.ones(8, BF16), x)
