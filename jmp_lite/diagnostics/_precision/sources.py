@@ -135,8 +135,8 @@ class _Search(Forward[_Origin]):
         # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
         taken = (origin for origin in operands if origin.line in ("", line))
         is_fixed = all(origin.is_fixed for origin in operands)
-        # A cast that JAX left out rounds a value and its gradient, also where the other operands are float32. So
-        # the operation is in half until the cast is left out in the source, too.
+        # A cast that JAX left out rounds a value and its gradient, also where the other operands are float32.
+        # So the operation is in half until the cast is left out in the source, too.
         sources = casts or _joined(taken) | self.of_numbers(equation)
         if gives_half:
             sources = self._of_half(equation, line, sources, is_fixed)
