@@ -55,7 +55,7 @@ def _casts_around(source: Source, line: str, primitive: str) -> Sequence[Casts]:
             outer = _conversion(source, source.outer.get(node))
             is_result = outer is not None and _converted(outer) is node
             found.append(Casts(operands, place(outer) if is_result else ""))
-    return found
+    return [casts for casts in found if casts.operands or casts.result]
 
 
 def _may_make(node: ast.AST, primitive: str) -> bool:
