@@ -1,5 +1,6 @@
 """What is in half before the call cannot be compared with float32, and the page says so."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -42,3 +43,6 @@ def test_a_number_that_the_line_of_its_conversion_does_not_say_is_taken_as_exact
     assert f"{line}. In half before the trace" in said
     known = lambda w, x, t: jnp.mean(x @ w) / (1 - jnp.asarray(0.998, jnp.bfloat16) ** t.astype(jnp.bfloat16))
     assert "Not examined" not in page(known, W, X, jnp.float32(1))
+    # The 0 of `relu` is none of the operands of this product.
+    by_hand = lambda w, x: jnp.sum(jax.nn.relu(x.astype(jnp.float16)) @ w.astype(jnp.float16))
+    assert "Not examined" not in page(by_hand, W, X)

@@ -7,7 +7,7 @@ left out, the others are casts as well. So where they are is read from the sourc
 import ast
 import functools
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from .source import FUNCTIONS, Source, assigned, expressions_at
 
@@ -18,6 +18,7 @@ _OPERATORS = {
     "sub": ast.Sub,
     "mul": ast.Mult,
     "div": ast.Div,
+    "pow": ast.Pow,
 }
 
 
@@ -49,7 +50,8 @@ def _casts_around(source: Source, line: str, primitive: str) -> Sequence[Casts]:
 
     found = []
     for node in nodes:
-        if _may_make(node, primitive) and _conversion(source, node) is None:
+        may_make = is_operator(node, primitive) or isinstance(node, ast.Call)
+        if may_make and _conversion(source, node) is None:
             casts = {at: place(cast_of(source, operand)) for at, operand in enumerate(_operands(node))}
             operands = {at: cast for at, cast in casts.items() if cast}
             outer = _conversion(source, source.outer.get(node))
@@ -58,9 +60,9 @@ def _casts_around(source: Source, line: str, primitive: str) -> Sequence[Casts]:
     return [casts for casts in found if casts.operands or casts.result]
 
 
-def _may_make(node: ast.AST, primitive: str) -> bool:
-    is_operator = isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS.get(primitive, ()))
-    return is_operator or isinstance(node, ast.Call)
+def is_operator(node: ast.AST, primitive: str) -> TypeGuard[ast.BinOp]:
+    """Whether an expression is the operator of an operation, as `a @ b` is that of a `dot_general`."""
+    return isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS.get(primitive, ()))
 
 
 def _operands(node: ast.AST) -> list[ast.expr]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
-from .casts import cast_of
+from .casts import cast_of, is_operator
 from .sites import NARROW
 from .source import FUNCTIONS, Source, assigned, defaults_of, expressions_at, operands_of
 
@@ -58,16 +58,17 @@ def unread_numbers(jaxpr: Jaxpr) -> list[str]:
     for equation in all_equations(jaxpr):
         for position, var in enumerate(equation.invars):
             if is_literal(var) and getattr(var.aval, "dtype", None) in NARROW:
-                lines |= dict.fromkeys(_unread(source_line(equation), position))
+                lines |= dict.fromkeys(_unread(equation, position))
     return [*lines]
 
 
-def _unread(line: str, position: int) -> Iterator[str]:
-    source, nodes = expressions_at(line)
+def _unread(equation: Equation, position: int) -> Iterator[str]:
+    source, nodes = expressions_at(source_line(equation))
     if source is None:
         return
-    for operands in map(operands_of, nodes):
-        cast = cast_of(source, operands[position]) if position < len(operands) else None
+    # A function such as `jax.nn.relu` computes with numbers of its own.
+    operators = (node for node in nodes if is_operator(node, equation.primitive.name))
+    for cast in (cast_of(source, operands_of(node)[position]) for node in operators):
         if cast is not None and not _known(source).numbers(cast):
             yield source.place(cast)
 
