@@ -109,10 +109,11 @@ class States:
         # Of a state in float32, the elements that never move also have to matter: half precision makes
         # the smallest gradients zero, whose updates are a small part of the norm of all.
         is_lost = far > _SHARE * moved and (in_half or lost > _SHARE)
-        # A part that is NaN in half is not at least anything.
-        if moved and (not part >= _LEAST or is_lost):
+        # It comes no part of its way if it is inf or NaN in half.
+        if moved and (not _LEAST <= part < math.inf or is_lost):
             what = _lost(name, dtype if in_half else "", share, part)
-            yield Wrong(what, max(share, 1 - part) if part < 1 else share, name, in_half, share == 1)
+            worst = max(share, 1 - part) if math.isfinite(part) else math.inf
+            yield Wrong(what, worst, name, in_half, share == 1)
         elif in_half and error > 1:
             what = f"{name} in {dtype} ends {times(error)} as far from float32 as it moves there {_ON}."
             yield Wrong(what, error, name, in_half)
@@ -206,7 +207,8 @@ def _norm(x: Array) -> Array:
 
 @jax.jit
 def _is_residue(full: Array, half: Array) -> Array:
-    return _norm(full) < _RESIDUE * _norm(half)
+    # What overflows in half is no rounding error.
+    return jnp.isfinite(half).all() & (_norm(full) < _RESIDUE * _norm(half))
 
 
 @jax.jit

@@ -138,3 +138,15 @@ def test_a_state_that_follows_a_rounding_error_is_no_fault():
 
     params = {"w": 0.3 * W[:8], "b": jnp.zeros(8)}
     assert faults(step, params, jnp.zeros(8)) == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_a_total_that_overflows_in_a_later_step_is_named(dtype):
+    """The total is 8,000 after the first step, and beyond float16 after the ninth."""
+
+    def step(w, total):
+        total = (total.astype(jnp.float16) + jnp.asarray(8000.0, jnp.float16)).astype(dtype)
+        return w * 0.99, total
+
+    page = doctor(step, value_and_grad_fn=None, device=None)(jnp.ones(4), jnp.zeros((), dtype))
+    assert "total is not finite in 20 steps on this batch, and is in float32" in " ".join(str(page).split())
