@@ -232,7 +232,7 @@ def _of_scores(equation: Equation, place: int, fact: Fact, others: Sequence[Fact
 
 
 def _masked(fact: Fact, other: Fact) -> Fact:
-    """Returns what is known of scores after `jnp.where` has replaced some of them by another operand."""
+    """Returns the fact of masked scores: `jnp.where` has replaced some of them with another operand."""
     largest = math.inf if other.base is None else float(other.base.max())
     return dataclasses.replace(fact, fill=largest if fact.fill is None else max(fact.fill, largest))
 

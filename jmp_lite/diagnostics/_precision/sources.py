@@ -132,12 +132,8 @@ class _Search(Forward[_Origin]):
         casts, after = self._left_out(equation, operands, line) if stage is not Stage.BACKWARD else (None, "")
         if _widens(equation):
             self._widened[line] |= operands[0].sources
-        # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
-        taken = (origin for origin in operands if origin.line in ("", line))
         is_fixed = all(origin.is_fixed for origin in operands)
-        # A cast that JAX left out rounds a value and its gradient, also where the other operands are float32.
-        # So the operation is in half until the cast is left out in the source, too.
-        sources = casts or _joined(taken) | self.of_numbers(equation)
+        sources = casts or self._taken(operands, line) | self.of_numbers(equation)
         if gives_half:
             sources = self._of_half(equation, line, sources, is_fixed)
             sources = self._as_in_forward(equation, sources, stage, line)
@@ -147,12 +143,25 @@ class _Search(Forward[_Origin]):
             sources = self._narrowed[line] or sources
         sources = (self._layer_of(equation) if sources else None) or sources
         lines = ("" if is_narrow(var) else line for var in equation.outvars)
-        for source in sources if after and gives_half else ():
-            self.after[source.name][after] = None
+        if after and gives_half:
+            self._note_after(sources, after)
         return [_Origin(sources, own, is_fixed, stage) for own in lines]
 
+    def _taken(self, operands: Sequence[_Origin], line: str) -> Sources:
+        """Returns what the operands of an operation come from."""
+        # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
+        return _joined(origin for origin in operands if origin.line in ("", line))
+
+    def _note_after(self, sources: Sources, cast: str) -> None:
+        for source in sources:
+            self.after[source.name][cast] = None
+
     def _left_out(self, equation: Equation, operands: list[_Origin], line: str) -> tuple[Sources, str]:
-        """Returns the casts of half operands that JAX left out, one edit for all, and that of the result."""
+        """Returns the casts of half operands that JAX left out, one edit for all, and that of the result.
+
+        Such a cast rounds a value and its gradient, also where the other operands are float32. So the
+        operation counts as half until the source has no such cast.
+        """
         narrow = [var for var in (*equation.invars, *equation.outvars) if is_narrow(var)]
         if not narrow or is_of_library(line):
             return frozenset(), ""

@@ -25,7 +25,8 @@ _SHARE = 0.1  # Of the elements that float32 moves: so many may stay where they 
 _LEAST = 0.5  # A state that comes less than half as far as in float32 loses its updates.
 # A float32 state that ends so far off, relative to its movement, is wrong if other roundings change it less.
 _OFF = 0.25
-_RESIDUE = 1e-3  # What is smaller in float32 than this part of what it is in half is a rounding error.
+# A state that is smaller in float32 than this share of its size in half is a rounding error.
+_RESIDUE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Wrong:
     name: str  # The path of the result, or of the argument whose new value it is.
     in_half: bool = False  # Whether the state is in half itself.
     is_lost: bool = False  # Whether it does not move at all.
-    is_metric: bool = False  # Whether it is no state.
+    is_metric: bool = False  # Whether it is a scalar result, such as the loss, and not a state.
     may_follow: bool = False  # Whether the cause may be another wrong result.
 
 
@@ -100,7 +101,7 @@ class States:
             yield from self._of_state(number, full, own)
 
     def _of_state(self, number: int, full: Array, own: Array) -> Iterator[Wrong]:
-        """Yields what is wrong with a state, from where it ends in float32 and with its `own` roundings."""
+        """Yields the faults of a state that ends at `full` in float32 and at `own` in half."""
         index = self._state[number]
         (name, dtype), start = self._program.argument(index), self._start[index]
         in_half = dtype in _HALF

@@ -36,14 +36,13 @@ class Casts(NamedTuple):
 
 def casts_around(line: str, primitive: str) -> Sequence[Casts]:
     """Returns the casts of each expression that begins at a line and may have made an operation."""
-    source, _ = expressions_at(line)
-    return _casts_around(source, line, primitive) if source is not None else ()
+    source, nodes = expressions_at(line)
+    function = line.partition(" ")[2]
+    return _casts_around(source, tuple(nodes), function, primitive) if source is not None else ()
 
 
 @functools.lru_cache(maxsize=4096)
-def _casts_around(source: Source, line: str, primitive: str) -> Sequence[Casts]:
-    _, nodes = expressions_at(line)
-    function = line.partition(" ")[2]
+def _casts_around(source: Source, nodes: Sequence[ast.AST], function: str, primitive: str) -> Sequence[Casts]:
 
     def place(cast: ast.Call | None) -> str:
         return f"{source.place(cast)} {function}".strip() if cast is not None else ""

@@ -4,7 +4,7 @@ import ast
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -178,11 +178,8 @@ class _Known:
                 yield Written(float(value))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 yield from (written._replace(number=-written.number) for written in self._numbers(operand))
-            case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
-                compute = _OPERATORS[type(op)]
-                for one, other in itertools.product(self._numbers(left), self._numbers(right)):
-                    number = float(compute(one.number, other.number))
-                    yield Written(number, one.is_sure and other.is_sure, one.line or other.line)
+            case ast.BinOp(op=op) if type(op) in _OPERATORS:
+                yield from self._computed(node, _OPERATORS[type(op)])
             case (
                 ast.Call(func=ast.Attribute(value=value, attr="astype"))
                 | ast.Call(func=ast.Attribute(attr="full"), args=[_, value, *_])
@@ -196,6 +193,11 @@ class _Known:
                 yield from self._of_self(name, self._source.around[node])
             case ast.Attribute():
                 yield from _number_of(self._source.value_of(ast.unparse(node)))
+
+    def _computed(self, node: ast.BinOp, compute: Callable[[float, float], float]) -> Iterator[Written]:
+        for one, other in itertools.product(self._numbers(node.left), self._numbers(node.right)):
+            number = float(compute(one.number, other.number))
+            yield Written(number, one.is_sure and other.is_sure, one.line or other.line)
 
     def _converted(self, call: ast.Call, argument: ast.expr) -> Iterator[Written]:
         """Yields the numbers of a conversion, with its line if that is one to half."""

@@ -28,9 +28,8 @@ class Source:
         self._file = file
         self.nodes: dict[tuple[int, int], list[ast.AST]] = {}
         self.around: dict[ast.AST, list[ast.AST]] = {}  # The functions and classes, inner first.
-        self.outer: dict[
-            ast.AST, ast.AST
-        ] = {}  # What an expression is a part of: its call, or that of its method.
+        # What an expression is a part of; for an array whose method is called, this call.
+        self.outer: dict[ast.AST, ast.AST] = {}
         self._visit(ast.parse(text), [])
 
     def _visit(self, node: ast.AST, around: list[ast.AST]) -> None:

@@ -1,4 +1,4 @@
-"""Steps whose first run in half is right: what 20 of them show, and what is no fault of theirs."""
+"""Steps that are right when they run once in half: which faults 20 runs show, and which errors do no harm."""
 
 import jax
 import jax.numpy as jnp
