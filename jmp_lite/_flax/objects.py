@@ -16,6 +16,15 @@ def is_object(node: Any) -> bool:
     return isinstance(node, (nnx.Pytree, nnx.Variable))
 
 
+def has_modules(tree: Any) -> bool:
+    """Whether a tree holds NNX objects outside of the states of `nnx.split`."""
+
+    def is_leaf(node):
+        return is_object(node) or isinstance(node, nnx.State)
+
+    return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_leaf)))
+
+
 def split_objects(
     fun: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., tuple[T, Any]], tuple[Any, ...], Callable[[tuple[T, Any]], T]]:

@@ -254,8 +254,12 @@ def _check_output(fun: Callable[..., Any], leaf: Any) -> None:
 
 
 def has_objects(tree: Any) -> bool:
-    """Whether some arguments hold objects that a function may change in place, such as NNX modules."""
-    return _adapter(tree) is not None
+    """Whether some arguments hold objects that a function may change in place, such as NNX modules.
+
+    A state of `nnx.split` is taken and returned, as an array is.
+    """
+    adapter = _adapter(tree)
+    return adapter is not None and adapter.has_modules(tree)
 
 
 def _adapter(tree: Any) -> ModuleType | None:

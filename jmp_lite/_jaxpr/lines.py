@@ -59,6 +59,15 @@ def casting_line(equation: Equation) -> str:
     return users_line(equation) if is_ours and not is_adapter else ""
 
 
+def is_of_lax(equation: Equation) -> bool:
+    """Whether the program, or a package, called a function of `jax.lax` that made an equation."""
+    files = (frame.file_name for frame in equation.source_info.traceback.frames)
+    inner = itertools.takewhile(lambda file: file.startswith(_JAX), files)
+    # A wrapper that shortens tracebacks is around each function.
+    called = [file for file in inner if not file.endswith("traceback_util.py")]
+    return bool(called) and called[-1].startswith(os.path.join(_JAX, "_src", "lax", ""))
+
+
 def users_stacklevel() -> int:
     """Returns the `stacklevel` with which a warning of the caller names the line of the user's program."""
     # `skip_file_prefixes` of `warnings.warn` needs Python 3.12.

@@ -39,6 +39,7 @@ from ._precision.judge import Judge
 from ._precision.remedies import few_edits, words_for
 from ._precision.report import HARM, PrecisionReport
 from ._precision.runs import Runs
+from ._precision.states import ON
 from ._values.case import Case, tool
 from ._values.reference import has_loop
 from ._values.tap import LONG_LOOP
@@ -117,8 +118,7 @@ class Diagnosis(Shown):
     def findings(self) -> tuple[Finding, ...]:
         """The faults, worst first."""
         # An inf inside of a program whose results are right, such as that of a mask, is no fault.
-        takes_scale = self._is_step and bool(self._case.program.loss_scales)
-        findings = [] if self._is_sound else list(of_values(self.nonfinite, takes_scale))
+        findings = [] if self._is_sound else list(of_values(self.nonfinite))
         if self._is_step:
             findings += of_step(self._case)
             findings += [] if findings or self._why_skipped else of_step_in_float32(self._runs)
@@ -148,6 +148,8 @@ class Diagnosis(Shown):
             reasons[f"the rounding of {', '.join(map(shortened, names))}"] = (
                 "In half before the trace, so each error above takes it as exact."
             )
+        if self._is_step and not self._why_skipped and not self._runs.states.ends_finite:
+            reasons["what the step trains"] = f"It is not finite {ON} in float32 either."
         return {part: reason for part, reason in reasons.items() if reason}
 
     @functools.cached_property
@@ -179,7 +181,7 @@ class Diagnosis(Shown):
         runs, off = self._runs, precision.half.gradients
         what = f"The loss is {runs.half_loss:.3g}, and {runs.loss:.3g} in float32"
         what += f"; its gradients are {off:.1%} off."
-        kept = few_edits(runs, lambda kept: runs.keeping(kept).loss, HARM)
+        kept = few_edits(runs, lambda kept: runs.keeping(kept).loss, HARM, of_gradients=False)
         if not kept:
             return what
         return (

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from ._precision.modules import Module, is_of_library
 from ._precision.remedies import few_edits, words_for
 from ._precision.report import HARM, Limits, PrecisionReport
 from ._precision.runs import Runs
-from ._precision.states import Wrong, times
+from ._precision.states import ON, Wrong, times
 from ._values.case import Case
 from ._values.reference import has_value
 from ._values.sites import Site, SiteKind
@@ -35,7 +36,8 @@ _UNSCALED = (
     "A hint: small gradients become zero in float16 if the loss is not scaled, or if its scale is too small."
 )
 _TOO_LARGE = (
-    "A hint: the loss scale may be too large for this step. A dynamic one then skips it and halves itself."
+    "A hint: if the step scales its loss, the scale may be too large for it. A dynamic scale then skips the "
+    "step and halves itself."
 )
 _LEAST_SHARE = 0.01  # Of the FLOPs: what is named as slow.
 MEMORY = "jmp.with_stochastic_rounding, or keep master weights with jmp.with_master_params"
@@ -81,13 +83,16 @@ def of_all(
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
-def of_values(report: NonfiniteReport, takes_scale: bool) -> Iterator[Finding]:
-    """Yields where an inf or NaN begins; `takes_scale`: whether a step takes a loss scale."""
+def of_values(report: NonfiniteReport) -> Iterator[Finding]:
+    """Yields where an inf or NaN begins."""
     if report.cause is not None:
-        where = "\n".join([*report.cause.details(), *report.before()])
-        hint = wrapped(_TOO_LARGE, 4) if takes_scale and report.cause.direction == "backward" else []
+        is_step, cause = report.loss is None, report.cause
+        # The scale of a loss function is known, and a smaller one is tried.
+        may_be_scaled = is_step and cause.direction == "backward" and cause.result.startswith("float16")
+        where = "\n".join([*cause.details(), *report.before()])
+        hint = wrapped(_TOO_LARGE, 4) if may_be_scaled and cause.what == "inf" else []
         advice = "\n".join([*report.advice(), *hint])
-        yield Finding("not finite", report.cause.head(), where, advice)
+        yield Finding("not finite", cause.head(), where, advice)
 
 
 def of_step(case: Case) -> Iterator[Finding]:
@@ -174,8 +179,9 @@ def _wrong(runs: Runs, kept: Sequence[Module] = ()) -> Sequence[Wrong]:
     wrong = runs.states.wrong(kept)
     if runs.states.in_half or not any(each.is_metric for each in wrong) or not _is_right(runs):
         return wrong
-    # A metric such as an accuracy may have few values, and one of the loss scale follows an overflow.
-    return [each for each in wrong if not each.is_metric]
+    # A metric such as an accuracy may have few values, and one of the loss scale follows an overflow. But
+    # rounding makes no metric inf or NaN.
+    return [each for each in wrong if not each.is_metric or not math.isfinite(each.error)]
 
 
 def of_aux(runs: Runs) -> Iterator[Finding]:
@@ -201,14 +207,19 @@ def _of_states(runs: Runs, wrong: Sequence[Wrong]) -> Finding:
     is_parameter = worst.name in runs.program.parameters
     also = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
     kept = _helpful(runs)
-    advice = [f"To mend it: {words_for(runs, kept)}. Then it trains as in float32."] if kept else []
+    advice = [f"To mend it: {words_for(runs, kept)}. Then it trains as in float32 {ON}."] if kept else []
+    advice += runs.program.rounded_to_one({line for edit in kept for line in edit.lines}) if kept else ()
     if worst.in_half and is_parameter:
         advice += [f"{'Or round' if kept else 'Round'} it with {MEMORY}."]
     elif worst.in_half and not kept:
         advice += ["Keep it in float32."]
-    elif runs.program.has_float16 and worst.is_lost and not any(edit.is_gradient for edit in kept):
+    elif (is_parameter or not kept) and _may_be_unscaled(runs, worst, kept):
         advice += [_UNSCALED]
     return Finding("accuracy", worst.what, f"Also lost or off: {also}." if also else "", " ".join(advice))
+
+
+def _may_be_unscaled(runs: Runs, worst: Wrong, kept: Sequence[Module]) -> bool:
+    return runs.program.has_float16 and worst.is_lost and not any(edit.is_gradient for edit in kept)
 
 
 def _helpful(runs: Runs) -> Sequence[Module]:
@@ -244,7 +255,10 @@ def of_accuracy(nonfinite: NonfiniteReport | None, precision: PrecisionReport) -
             return "operations outside of all modules" if row.module == "/" else row.module
 
         where = [f"    The relative error of the {measure} if only this is in half:"]
-        for row in precision.modules[:4]:
+        rows = precision.modules[:4]
+        if all(error(row) <= precision.limits.tolerance for row in rows):
+            where, rows = ["    No part of the program has this error if it alone is in half."], ()
+        for row in rows:
             lines = "".join(f", {line}" for line in row.lines[:2])
             where += wrapped(shortened(f"{error(row):.1e} {name(row)}{lines}"), 8)
         yield Finding("accuracy", precision.summary(), "\n".join(where), precision.advice())

@@ -116,7 +116,12 @@ def test_a_close_comparison_is_no_finding_and_another_is_one():
 def test_a_step_that_is_off_names_the_results_and_what_mends_them():
     head = Module("head.py:3:4", "", ("head.py:3:4",), casts="float16")
     program = types.SimpleNamespace(
-        edits=[head], modules=(), operations=(), rules=make_rules("float16"), dtype=np.dtype("float16")
+        edits=[head],
+        completed=lambda kept, of_gradients: tuple(kept),
+        modules=(),
+        operations=(),
+        rules=make_rules("float16"),
+        dtype=np.dtype("float16"),
     )
 
     def runs(group, after):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jmp_lite as jmp
 from jmp_lite.diagnostics import find_nonfinite
@@ -29,6 +30,11 @@ LAYERS = [
     'h = {act}((h.astype(F16) @ p["{n}"].astype(F16)).astype(F32)){factor}',
     'h = {act}(h.astype(F16) * p["s{n}"].astype(F16){factor}) @ p["{n}"].astype(F16)',
     'h = {act}(dense(h, p["{n}"])){factor}',
+    # The functions of `jax.lax` do not promote: all operands and carries have one dtype.
+    'h = {act}(convolution(h, p["{n}"])){factor}',
+    'h = {act}(lax.mul(h.astype(F16), jnp.broadcast_to(p["s{n}"].astype(F16), h.shape)){factor})',
+    'h = {act}(lax.concatenate([h[:, :4].astype(F16), (h @ p["{n}"])[:, 4:].astype(F16)], 1)){factor}',
+    'h = {act}(lax.fori_loop(0, 2, lambda i, c: (c @ p["{n}"]).astype(F16), h.astype(F16))){factor}',
 ]
 ENDS = [
     "jnp.mean((h.astype(F32) - y) ** 2)",
@@ -45,6 +51,8 @@ class Program:
         self.file, self.is_step = f"/drawn/gradients_{seed}.py", draw.random() < 0.6
         names = "abc"[: draw.randint(1, 3)]
         lines = ["def dense(h, w):", "    return h.astype(F16) @ w.astype(F16)"]
+        lines += ["def convolution(h, w):", "    h, w = h.astype(F16), w.astype(F16)"]
+        lines += ["    return lax.conv(h[..., None], w[..., None], (1,), 'VALID')[..., 0]"]
         lines += ["def loss(p, x, y):", "    h = x"]
         for name in names:
             act = draw.choice(["", "jnp.tanh", "jnp.sin", "jax.nn.gelu"])
@@ -75,7 +83,7 @@ class Program:
 
     def functions(self, source, scale=1.0):
         linecache.cache[self.file] = (0, None, self.source.splitlines(keepends=True), self.file)
-        names = {"jax": jax, "jnp": jnp, "F16": F16, "F32": F32, "SCALE": scale}
+        names = {"jax": jax, "jnp": jnp, "lax": lax, "F16": F16, "F32": F32, "SCALE": scale}
         exec(compile(source, self.file, "exec"), names)
         return names["loss"], names["step"]
 

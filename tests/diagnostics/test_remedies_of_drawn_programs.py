@@ -40,12 +40,24 @@ OPERATIONS = {
     "logsumexp": "jax.nn.logsumexp(z, -1)",
     "cumsum": "jnp.cumsum(z, 0)",
     "max": "jnp.max(z, -1)",
+    # The functions of `jax.lax` do not promote: all operands, carries and branches have one dtype.
+    "lax_select": "lax.select(jnp.tril(jnp.ones(z.shape, bool)), z, jnp.full(z.shape, -2.0, F16))",
+    "lax_concatenate": "lax.concatenate([z, (0.1 * x).astype(F16)], 0)",
+    "lax_mul": "lax.mul(z, F16(1.5) * jnp.ones(z.shape, F16))",
+    "dynamic_update_slice": "lax.dynamic_update_slice(jnp.asarray(x, F16), z[:2], (1, 0))",
+    "scan_from_half": "lax.scan(lambda c, u: ((0.5 * c + u).astype(F16), None), jnp.ones(8, F16), z)[0]",
+    "scan_of_halves": "lax.scan(lambda c, u: ((c + u.astype(F32)).astype(F16), None), x[0].astype(F16), z)"
+    "[0]",
+    "fori_loop": "lax.fori_loop(0, 2, lambda i, c: (0.5 * c).astype(F16), z)",
+    "cond": "lax.cond(x[0, 0] < 9, lambda: z, lambda: jnp.full(z.shape, 2.0, F16))",
 }
 HALVES = {
     "cast": '(h @ p["{n}"]["kernel"]).astype({half})',
     "cast_before": 'h.astype({half}) @ p["{n}"]["kernel"].astype({half})',
     "layer": 'Net({half}, "{n}").apply({{"params": {{"{n}": {{"kernel": p["{n}"]["kernel"]}}}}}}, h)',
     "argument": "h.astype({n}.dtype) @ {n}",
+    "convolution": 'lax.conv(h.astype({half})[..., None], p["{n}"]["kernel"].astype({half})[..., None], '
+    '(1,), "VALID")[..., 0]',
 }
 
 

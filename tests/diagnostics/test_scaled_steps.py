@@ -99,15 +99,35 @@ def test_a_step_that_scales_its_loss_has_no_finding(step):
     assert faults(step, PARAMS, TX.init(PARAMS), X) == []
 
 
-def test_an_overflow_of_scaled_gradients_may_be_that_of_the_scale():
+def by_hand(scale):
+    def step(params, x):
+        grads = jax.grad(lambda params: scale * jmp.autocast(loss, "float16")(params, x))(params)
+        return jax.tree.map(lambda p, g: p - 1e-3 * g / scale, params, grads)
+
+    return step, (PARAMS, X)
+
+
+def of_state(start):
+    tx = jmp.with_loss_scale(optax.adam(1e-3), jmp.DynamicLossScale(start))
+    return step_of(scaled, 1.0, tx=tx), (PARAMS, tx.init(PARAMS), X)
+
+
+@pytest.mark.parametrize(
+    ("step_of_scale", "scale", "is_hinted"),
+    [
+        (of_state, 2.0**24, True),
+        (of_state, 2.0**8, False),
+        (by_hand, 2.0**24, True),
+        (by_hand, 2.0**8, False),
+    ],
+)
+def test_an_overflow_of_scaled_gradients_may_be_that_of_the_scale(step_of_scale, scale, is_hinted):
     """A dynamic scale halves itself after such a step, and trains on."""
-    for start, is_hinted in ((2.0**24, True), (2.0**8, False)):
-        tx = jmp.with_loss_scale(optax.adam(1e-3), jmp.DynamicLossScale(start))
-        step = step_of(scaled, 1.0, tx=tx)
-        said = " ".join(
-            str(doctor(step, value_and_grad_fn=None, device=None)(PARAMS, tx.init(PARAMS), X)).split()
-        )
-        assert ("A dynamic one then skips it and halves itself." in said) == is_hinted
+    step, args = step_of_scale(scale)
+    diagnosis = doctor(step, value_and_grad_fn=None, device=None)(*args)
+    assert bool(diagnosis.nonfinite.cause) == (scale > 2.0**8)
+    said = " ".join(str(diagnosis).split())
+    assert ("A dynamic scale then skips the step and halves itself." in said) == is_hinted
 
 
 def test_a_step_without_float16_needs_no_scaled_loss():

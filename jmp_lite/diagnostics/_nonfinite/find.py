@@ -20,6 +20,7 @@ from .._precision.report import HARM, Difference
 from .._precision.runs import Runs
 from .._values.case import Case, Options, tool
 from .._values.reference import has_value
+from .._values.sites import SiteKind
 from .._values.tap import Probe
 from .._values.trace import LossProgram, Measured, Tapped
 from .flow import Flow, Origin
@@ -75,7 +76,7 @@ def find_nonfinite(fun: Callable[P, Any], **options: Unpack[Options]) -> Callabl
         ('div', (0.0, 3.0), inf)
         >>> step = lambda w, g: w - 0.1 * g / jnp.sqrt(jnp.sum(g * g))
         >>> print(find_nonfinite(step, value_and_grad_fn=None)(w, jnp.zeros(4)).summary())
-        The result of the step is not finite.
+        The result of one step is not finite.
     """
 
     def answer(case):
@@ -96,7 +97,7 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
     aux = _lost_aux(case, runs) if may_compare else {}
     watched = [*range(len(program.outputs)), *aux]
     origins = [origin for origin in Flow(measured, watched).origins() if _is_examined(origin, measured)]
-    if may_compare and any(origin.is_harmful or origin.end for origin in origins):
+    if may_compare and any(origin.is_harmful or _is_suspect(origin) for origin in origins):
         trials = Trials(runs())
         origins = trials.judged(origins)
 
@@ -112,6 +113,11 @@ def find(case: Case, runs: Callable[[], Runs]) -> NonfiniteReport:
     # As in `_report`, the first of its kind: a report has rows, and the hints need the origin itself.
     cause = next(origin for origin in harmful if origin.is_nan == is_nan)
     return _with_advice(report, cause, case, watched, trials)
+
+
+def _is_suspect(origin: Origin) -> bool:
+    """Whether an inf may have made finite results wrong: `rsqrt` returns 0 for it, and `argmin` its index."""
+    return bool(origin.end) or (origin.site.is_half and origin.site.kind is SiteKind.OPERATION)
 
 
 def _is_examined(origin: Origin, measured: Measured) -> bool:
@@ -180,7 +186,9 @@ class Trials:
                 return
         near = self.runs.program.groups_on(origin.site.line)
         # There are no edits in a backward rule of the user, whose casts have no flags.
-        if kept := few_edits(self.runs, self._error, HARM, near) or self.runs.program.edits:
+        of_gradients = origin.direction != "forward"
+        kept = few_edits(self.runs, self._error, HARM, near, of_gradients)
+        if kept := kept or self.runs.program.edits:
             yield self._in_float32(kept)
         if self.runs.program.has_float16:
             yield self._trial("bfloat16 in place of float16", self.runs.in_bfloat16(), dtype="bfloat16")
@@ -197,7 +205,11 @@ class Trials:
             return (*([group] for group in groups), groups)
 
         def near(origin):
-            return sets(self.runs.program.groups_on(origin.site.line) if origin.end else [])
+            if not _is_suspect(origin):
+                return []
+            # A package, such as an optimizer, computes with what the program has cast.
+            line, program = origin.site.line, self.runs.program
+            return sets(program.groups_on(line)) if not is_of_library(line) else [program.edits]
 
         def is_harmful(origin):
             return any(self._error(kept) < wrong / 2 for kept in near(origin))

@@ -293,7 +293,7 @@ class NonfiniteReport(Shown):
         """Returns one line: the loss, the gradients, and the loss scale."""
         inside = " A value inside of it is not finite." if self.is_finite and self.cause is not None else ""
         if self.loss is None:
-            results = self._finite("result of the step", "results of the step")
+            results = self._finite("result of one step", "results of one step")
             return f"{results[0].upper()}{results[1:]}.{inside}"
         gradients = self._finite("gradient", "gradients")
         scale = f"the loss scale is {power(self.loss_scale)}"

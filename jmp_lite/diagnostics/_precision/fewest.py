@@ -7,15 +7,12 @@ from typing import Any, TypeVar
 M = TypeVar("M")
 
 
-def fewest(modules: Sequence[M], error: Callable[[Sequence[M]], Any], tolerance: Any) -> tuple[M, ...] | None:
+def fewest(modules: Sequence[M], is_enough: Callable[[Sequence[Any]], bool]) -> tuple[M, ...] | None:
     """Returns a small set of modules to keep in float32, in order; None if all of them are not enough.
 
-    `modules` come with the largest error of their own first; `error` is what is left with some of them in
-    float32. No module of the set can be left out, but another set may be smaller.
+    `modules` come with the largest error of their own first. No module of the set can be left out, but
+    another set may be smaller.
     """
-
-    def is_enough(kept):
-        return error(kept) <= tolerance
 
     def without(kept, module):
         return tuple(other for other in kept if other != module)

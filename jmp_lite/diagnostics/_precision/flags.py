@@ -24,6 +24,7 @@ from ..._jaxpr import (
     cast,
     equations,
     flagged,
+    flags_of,
     inner_jaxprs,
     is_float32,
     traits_of,
@@ -33,6 +34,8 @@ from ..._jaxpr import (
 from .._values.case import Case, gives_half
 from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, has_value, is_narrow
+from .._values.sites import NARROW
+from .._values.sums import sums_of_gradients
 from .._values.trace import EVERY_CAST
 from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for
 from .sources import sources_of
@@ -71,16 +74,19 @@ class FlaggedProgram:
         most = max(HALF_DTYPES, key=lambda half: sum(value.dtype == half for value in values))
         self.dtype = most if self.rules.dtype == jnp.float32 else self.rules.dtype
         self.state, self.outputs = self._program.state, self._program.named_outputs
-        self.aux = self._program.aux
+        self.aux, self.jaxpr = self._program.aux, case.program.jaxpr
         self.parameters = self._program.floating_parameters
         self.has_float16 = has_value(self._program.jaxpr, (jnp.float16,))
         self._numbers = lost_numbers(self._program.jaxpr, case.numbers)
         # One switch for each set of flags that occurs, so that an equation reads one boolean.
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
 
+        casts = sums_of_gradients(self._program.jaxpr)
+        sums = {key: flags for key, cast in casts.items() if (flags := flags_of(cast)) is not None}
+
         def switched(arrays: Sequence[Array], is_on: Array) -> list[Array]:
             is_flag_on = {flags: is_on[index] for index, flags in enumerate(self._sets)}
-            return Reference(is_flag_on, self._numbers).run(self._program.jaxpr, arrays)
+            return Reference(is_flag_on, self._numbers, sums=sums).run(self._program.jaxpr, arrays)
 
         # The switches are an argument. So one compiled program computes the results as they are, in float32,
         # and with any set of modules in float32.
@@ -123,7 +129,7 @@ class FlaggedProgram:
         """Returns the path of an argument and its dtype, by its index among the inputs of the program."""
         return self._program.names[number], self._program.arrays[number].dtype.name
 
-    @property
+    @functools.cached_property
     def edits(self) -> tuple[Module, ...]:
         """The groups that a user can write into the program, to compute them and nothing else in float32."""
         groups = [group for group in (*self.modules, *self._sources) if group.is_edit]
@@ -132,6 +138,12 @@ class FlaggedProgram:
         halves = (program.names[n] for n in self.state.values() if is_narrow(program.arrays[n]))
         states = dict.fromkeys(name.split("/")[0] for name in halves)
         return (*groups, *(Module(name, "", is_argument=True) for name in states if name not in found))
+
+    def completed(self, kept: Iterable[Module], of_gradients: bool) -> tuple[Module, ...] | None:
+        """Returns edits with those that they need, for right gradients as well; None if there are none."""
+        named = {edit.name: edit for edit in self.edits}
+        names = self._constraints.completed({edit.name for edit in kept}, named, of_gradients)
+        return None if names is None else tuple(edit for name, edit in named.items() if name in names)
 
     def groups_on(self, line: str) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""
@@ -142,10 +154,27 @@ class FlaggedProgram:
 
     def rounded_numbers(self) -> tuple[str, ...]:
         """Returns a sentence for each number on a line of the program that is 0 or inf in half precision."""
+        return self._numbers_in_half((0, math.inf, -math.inf))
+
+    def rounded_to_one(self, edited: Collection[str]) -> tuple[str, ...]:
+        """Returns a sentence for each number that is converted to 1 on a line that is not `edited`.
+
+        A few steps may not show its error, as that of the decay of an average.
+        """
+        lines = {written.line for written in self._numbers.values()} - {"", *edited}
+        return self._numbers_in_half((1,), lines)
+
+    def _numbers_in_half(
+        self, values: Collection[float], lines: Collection[str] | None = None
+    ) -> tuple[str, ...]:
+        """Returns a sentence for each number that has one of some values in half, of those on some lines."""
+        # JAX widens a half number that meets float32, with its error.
         said = (
-            f"The number {written.number:g} on {line.partition(' ')[0]} is {value:g} in {dtype.name}."
+            f"The number {written.number:g} on {(written.line or line).partition(' ')[0]} is {value:g} in "
+            f"{dtype.name if dtype in NARROW else 'half precision'}."
             for (line, dtype, value, _), written in self._numbers.items()
-            if written.is_sure and value in (0, math.inf, -math.inf) and not is_of_library(line)
+            if written.is_sure and value in values and (lines is None or written.line in lines)
+            if not is_of_library(line)
         )
         return tuple(dict.fromkeys(said))
 
@@ -194,13 +223,13 @@ class FlaggedProgram:
         """Returns the modules of the program's own half values and the sources, each with its operations."""
         traced, before = self._case.traced, self._case.before
         numbers = lost_numbers(traced.jaxpr, self._case.numbers)
-        found = sources_of(traced, self.is_step, numbers)
+        found, self._constraints = sources_of(traced, self.is_step, numbers)
         own = [n for n, operation in enumerate(before) if gives_half(operation) or found[n]]
         parts, owners = own_modules([before[n] for n in own], parameters, traced.names, around)
         # Layers of a library are found among the modules. What comes out of one comes from it alone, so the
         # sources are then found again.
         if layers := [part for part in parts if part.layer]:
-            found = sources_of(traced, self.is_step, numbers, layers)
+            found, self._constraints = sources_of(traced, self.is_step, numbers, layers)
         every = sorted(frozenset[Module]().union(*found), key=lambda source: source.name)
         sources = {source: {n for n in own if source in found[n]} for source in every}
         with_carries = {source.name: source for source in every if source.layer}

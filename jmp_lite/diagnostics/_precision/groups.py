@@ -10,7 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr import Array
+from ..._jaxpr import (
+    Array,
+    Category,
+    Equation,
+    Forward,
+    Jaxpr,
+    is_of_gradient,
+    is_transposed,
+    open_jaxpr,
+    traits_of,
+)
 from .flags import FlaggedProgram
 from .report import LEAF
 
@@ -101,7 +111,29 @@ def updated(program: FlaggedProgram, full: Sequence[Array]) -> dict[int, int]:
     moves = sum(square(full[number] - arrays[index]) for number, index in new.items())
     # As squares: further than half of the norm of the parameters.
     is_far = moves >= sum(square(arrays[index]) for index in new.values()) / 4
-    return {n: index for n, index in state.items() if not (is_far and n in new)}
+    added = _added_to(program.jaxpr)
+    gradients = {n for n, index in new.items() if is_far and index not in added[n]}
+    return {n: index for n, index in state.items() if n not in gradients}
+
+
+def _added_to(jaxpr: Jaxpr) -> list[frozenset[int]]:
+    """Returns for each output the inputs to which it adds something outside of any gradient, as `p - g`."""
+
+    def operation(equation: Equation, operands: list[frozenset[int]]) -> list[frozenset[int]]:
+        name = equation.primitive.name
+        is_of_step = not (is_of_gradient(equation) or is_transposed(equation))
+        if name == "sub":
+            operands = operands[:1]
+        elif name not in ("add", "add_any", "select_n", "convert_element_type") and not _moves(name):
+            operands = []
+        return [frozenset[int]().union(*operands if is_of_step else ())] * len(equation.outvars)
+
+    inputs = [frozenset({number}) for number in range(len(open_jaxpr(jaxpr).invars))]
+    return Forward[frozenset[int]](operation, frozenset.union, frozenset()).run(jaxpr, inputs)
+
+
+def _moves(name: str) -> bool:
+    return traits_of(name).category is Category.MOVE
 
 
 def worst_leaf(

@@ -42,7 +42,7 @@ class Module:
     def is_edit(self) -> bool:
         """Whether a user can write what it takes to compute the module, and nothing else, in float32."""
         edits = self.pattern, self.policy, self.layer, self.casts, self.autocast
-        return any((*edits, self.is_argument, self.is_gradient))
+        return any((*edits, self.is_argument, self.is_gradient, self.carries))
 
 
 def is_in_half(operation: AutocastOperation) -> bool:

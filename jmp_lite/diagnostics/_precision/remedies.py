@@ -14,20 +14,42 @@ MOST_EDITS = 24
 
 
 def few_edits(
-    runs: Runs, error: Callable[[Sequence[Module]], Any], tolerance: Any, near: Sequence[Module] = ()
+    runs: Runs,
+    error: Callable[[Sequence[Module]], Any],
+    tolerance: Any,
+    near: Sequence[Module] = (),
+    of_gradients: bool = True,
 ) -> Sequence[Module] | None:
     """Returns a small set of edits that bring an error to a tolerance; None if all are not enough.
 
     The edits that are `near` the cause are tried first, each alone. None of the set can be left out.
+    `of_gradients`: whether the error may be that of a backward pass.
     """
-    for kept in (*([edit] for edit in near), near):
-        if kept and error(kept) <= tolerance:
-            return fewest(kept, error, tolerance)
+
+    def completed(edits):
+        return runs.program.completed(edits, of_gradients)
+
+    def is_enough(kept):
+        own = completed(kept)
+        return own is not None and error(own) <= tolerance
+
+    def needed_by(edit):
+        return len(completed([edit]) or runs.program.edits)
+
+    def least(kept):
+        # An edit that others need may be enough without them.
+        own = completed(fewest(kept, is_enough) or ())
+        return own and completed(fewest(sorted(own, key=needed_by), is_enough) or own)
+
+    for kept in (*([edit] for edit in sorted(near, key=needed_by)), near):
+        if kept and is_enough(kept):
+            return least(kept)
     edits = sorted(runs.program.edits, key=lambda edit: edit.name)
     if len(edits) > MOST_EDITS:
-        return edits if error(edits) <= tolerance else None
-    alone = {edit: error([other for other in edits if other is not edit]) for edit in edits}
-    return fewest(sorted(edits, key=lambda edit: alone[edit], reverse=True), error, tolerance)
+        return completed(edits) if is_enough(edits) else None
+    edits = [edit for edit in edits if completed([edit]) is not None]
+    without = {edit: error([other for other in edits if other is not edit]) for edit in edits}
+    return least(sorted(edits, key=lambda edit: without[edit], reverse=True)) or None
 
 
 def words_for(runs: Runs, kept: Sequence[Module]) -> str:

@@ -6,10 +6,8 @@ a cast back to float32. So a source is an edit that a user can write, where a sc
 
 import collections
 import dataclasses
-import enum
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 from ..._autocast.report import has_floating
 from ..._jaxpr import (
@@ -18,58 +16,33 @@ from ..._jaxpr import (
     Equation,
     Forward,
     Jaxpr,
-    all_equations,
     call_scope,
-    casting_line,
     inner_jaxprs,
-    is_by_autocast,
     is_literal,
     is_of_gradient,
     is_transposed,
+    open_jaxpr,
     scope_of,
     traits_of,
 )
 from ..._jaxpr import equations as equations_of
 from ..._paths import visible_scope
-from .._values.casts import Casts, casts_around
+from .._values.casts import Casts, casts_around, constants_at
 from .._values.numbers import Numbers, written
 from .._values.reference import is_narrow
 from .._values.sites import line_of
-from .._values.source import makes_half
 from .modules import Module, is_of_library
+from .origins import LIBRARY, NONE, Origin, Sources, Stage, both, gives_half, joined, of_cast, widens
+from .ties import Constraints, Ties, keeps_dtypes
 
-Sources = frozenset[Module]
-
-_LIBRARY = Module("a library", "")
-_NONE = Module("no source", "")
-"""For zeros in half, and casts that JAX makes: they have the dtype of what they meet."""
-
-
-class Stage(enum.Enum):
-    """Where in a step a value is computed."""
-
-    OUTSIDE = "outside of any gradient"
-    FORWARD = "in the forward pass of a gradient"
-    BACKWARD = "in its backward pass"
-
-
-class _Origin(NamedTuple):
-    """What a value comes from."""
-
-    sources: Sources = frozenset()  # Of a half value, or of the half value that was cast to a float32 value.
-    line: str = ""  # For a float32 value, the line that has widened it.
-    is_fixed: bool = False  # Whether it is computed from numbers and constants alone.
-    stage: Stage = Stage.OUTSIDE
-
-
-def _joined(origins: Iterable[_Origin]) -> Sources:
-    return frozenset[Module]().union(*(origin.sources for origin in origins))
+_NO_CASTS = Casts({}, ())
+_UNKNOWN = "half precision"  # The dtype of a number that the source converts.
 
 
 def sources_of(
     traced: Arguments, is_step: bool, numbers: Numbers, layers: Sequence[Module] = ()
-) -> list[Sources]:
-    """Returns for each operation of a report what its half values come from.
+) -> tuple[list[Sources], Constraints]:
+    """Returns for each operation of a report what its half values come from, and which belong together.
 
     An operation in float32 has sources if one of the `numbers` that it takes was converted to half. What one
     of the `layers` of a library gives comes from it alone: it casts whatever it takes to its own dtype.
@@ -77,41 +50,47 @@ def sources_of(
     named = zip(traced.names, traced.arrays, strict=True)
 
     def source(name):
-        return _Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
+        return Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
 
     search = _Search(traced.jaxpr, numbers, layers)
-    search.run(traced.jaxpr, [source(name) if is_narrow(array) else _Origin() for name, array in named])
-    every = frozenset[Module]().union(*map(_joined, search.found.values())) - {_NONE, _LIBRARY}
+    search.run(traced.jaxpr, [source(name) if is_narrow(array) else Origin() for name, array in named])
+    every = frozenset[Module]().union(*map(joined, search.found.values())) - {NONE, LIBRARY}
     # In a loss, a layer of a library has a dtype of its own. In a step, an optimizer casts to the dtypes of
     # its parameters.
     of_library = frozenset(source for source in every if source.is_argument and is_step)
-    carried = _carried(traced.jaxpr, search.found)
+
+    # A line may convert arrays and numbers, of which the dtype is not known.
+    dtypes = {source.name: source.casts for source in every if source.casts != _UNKNOWN}
+
+    def with_lines(source: Module) -> Module:
+        return dataclasses.replace(
+            source,
+            casts=dtypes.get(source.name, source.casts),
+            carries=tuple(search.ties.carried[source.name]) or source.carries,
+            after=tuple(search.after[source.name]),
+        )
 
     def resolved(equation: Equation) -> Sources:
         is_half = any(map(is_narrow, equation.outvars)) or id(equation) in search.rounding
         if not (is_half or search.of_numbers(equation)):
             return frozenset()
-        sources = _joined(search.found[id(equation)])
-        own = (sources | of_library if _LIBRARY in sources else sources) - {_LIBRARY, _NONE}
+        sources = joined(search.found[id(equation)])
+        own = (sources | of_library if LIBRARY in sources else sources) - {LIBRARY, NONE}
         # What has no source adapts to what it meets. Alone it is what any half value may need.
-        own = own if own or _NONE not in sources else every
-
-        def with_lines(each):
-            after = tuple(search.after.get(each.name, ()))
-            return dataclasses.replace(each, carries=carried.get(each, ()), after=after)
+        own = own if own or NONE not in sources else every
 
         return frozenset(map(with_lines, own))
 
-    return list(map(resolved, _operations(traced.jaxpr)))
+    return list(map(resolved, _operations(traced.jaxpr))), search.ties.with_casts(search.after)
 
 
-class _Search(Forward[_Origin]):
+class _Search(Forward[Origin]):
     """Follows sources forwards through a program."""
 
     def __init__(self, jaxpr: Jaxpr, numbers: Numbers, layers: Sequence[Module]) -> None:
-        super().__init__(self._origins, _both, _Origin(is_fixed=True))
+        super().__init__(self._origins, both, Origin(is_fixed=True))
         # The lines that cast to float32, by a name that the source may not explain.
-        self._widening = set(map(line_of, filter(_widens, _forward_operations(jaxpr))))
+        self._widening = set(map(line_of, filter(widens, _forward_operations(jaxpr))))
         self._numbers, self._layers = numbers, layers
         # By the line of a cast to float32, the sources of what it casts.
         self._widened: dict[str, Sources] = collections.defaultdict(frozenset)
@@ -121,58 +100,89 @@ class _Search(Forward[_Origin]):
         self._differentiated: Sources = frozenset()  # Of the half values that a forward pass takes.
         # By its line, what an operation of a forward pass comes from, and so its backward pass.
         self._of_line: dict[tuple[str, bool], Sources] = {}
+        self.ties = Ties()
+        self._results: dict[int, list[Origin]] = {}  # Of each jaxpr when it was last run.
         self.rounding = set[int]()  # The ids of the equations that read gradients in half, and give float32.
 
-    def _origins(self, equation: Equation, operands: list[_Origin]) -> list[_Origin]:
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
+        self._results[id(open_jaxpr(jaxpr))] = results = super().run(jaxpr, inputs)
+        return results
+
+    def _call(self, equation: Equation, operands: Sequence[Origin]) -> list[Origin]:
+        operands = self._with_constants(equation, operands)
+        results = super()._call(equation, operands)
+        if self._stage(equation) is not Stage.BACKWARD:
+            inner = [self._results[id(open_jaxpr(part.jaxpr))] for part in inner_jaxprs(equation)]
+            self.ties.of_call(equation, operands, inner, results)
+        return results
+
+    def _with_constants(self, equation: Equation, operands: Sequence[Origin]) -> Sequence[Origin]:
+        """Returns the operands of a call; the half scalars among them come from the calls that make them."""
+        scalars = [n for n, var in enumerate(equation.invars) if is_narrow(var) and is_literal(var)]
+        if not scalars or self._stage(equation) is Stage.BACKWARD:
+            return operands
+        line = line_of(equation)
+        edits = list(map(_half, constants_at(line, equation.primitive.name)))
+        if len(edits) != len(scalars):
+            is_loop = equation.primitive.name in ("scan", "while")
+            edits = [Module(f"the carry of {line}", "", carries=(line,))] * len(scalars) if is_loop else []
+        named = dict(zip(scalars, (frozenset({edit}) for edit in edits)))
+        return [origin._replace(sources=named.get(n, origin.sources)) for n, origin in enumerate(operands)]
+
+    def _origins(self, equation: Equation, operands: list[Origin]) -> list[Origin]:
         # A function that JAX jits, such as `jax.nn.one_hot`, has no line of its own: that of its call counts.
         line = next(filter(None, map(line_of, (equation, *reversed(self.calls)))), "")
-        gives_half = _gives_half(equation)
+        is_half = gives_half(equation)
         stage = self._stage(equation)
         operands = self._across_gradient(equation, operands, stage, line)
-        casts, after = self._left_out(equation, operands, line) if stage is not Stage.BACKWARD else (None, "")
-        if _widens(equation):
+        casts = self._left_out(equation, operands, line, stage)
+        if widens(equation):
             self._widened[line] |= operands[0].sources
         is_fixed = all(origin.is_fixed for origin in operands)
-        sources = casts or self._taken(operands, line) | self.of_numbers(equation)
-        if gives_half:
-            sources = self._of_half(equation, line, sources, is_fixed)
+        sources = _edit(equation, casts) or self._taken(operands, line) | self.of_numbers(equation)
+        if is_half:
+            sources = self._of_half(equation, line, sources, is_fixed, stage)
             sources = self._as_in_forward(equation, sources, stage, line)
-        elif _widens(equation) and is_transposed(equation):
+        elif widens(equation) and stage is Stage.BACKWARD:
             # The gradient of a half value is rounded to half, whatever computes it.
             self.rounding.add(id(equation))
             sources = self._narrowed[line] or sources
         sources = (self._layer_of(equation) if sources else None) or sources
         lines = ("" if is_narrow(var) else line for var in equation.outvars)
-        if after and gives_half:
-            self._note_after(sources, after)
-        return [_Origin(sources, own, is_fixed, stage) for own in lines]
+        if is_half:
+            self._note_after(sources, casts.of_result)
+        return [Origin(sources, own, is_fixed, stage) for own in lines]
 
-    def _taken(self, operands: Sequence[_Origin], line: str) -> Sources:
+    def _taken(self, operands: Sequence[Origin], line: str) -> Sources:
         """Returns what the operands of an operation come from."""
         # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
-        return _joined(origin for origin in operands if origin.line in ("", line))
+        return joined(origin for origin in operands if origin.line in ("", line))
 
-    def _note_after(self, sources: Sources, cast: str) -> None:
+    def _note_after(self, sources: Sources, casts: Sequence[str]) -> None:
         for source in sources:
-            self.after[source.name][cast] = None
+            self.after[source.name] |= dict.fromkeys(casts)
 
-    def _left_out(self, equation: Equation, operands: list[_Origin], line: str) -> tuple[Sources, str]:
-        """Returns the casts of half operands that JAX left out, one edit for all, and that of the result.
+    def _left_out(self, equation: Equation, operands: list[Origin], line: str, stage: Stage) -> Casts:
+        """Returns the casts around an operation that JAX left out.
 
         Such a cast rounds a value and its gradient, also where the other operands are float32. So the
         operation counts as half until the source has no such cast.
         """
-        narrow = [var for var in (*equation.invars, *equation.outvars) if is_narrow(var)]
-        if not narrow or is_of_library(line):
-            return frozenset(), ""
-        casts, lines = self._casts_of(equation, operands, line), []
+        if stage is Stage.BACKWARD or not any(map(is_narrow, (*equation.invars, *equation.outvars))):
+            return _NO_CASTS
+        casts = _NO_CASTS if is_of_library(line) else self._casts_of(equation, operands, line)
+        # A number adapts to what it meets, but for one in a function that does not promote.
+        keeps = keeps_dtypes(equation) and not self._layer_of(equation)
+        left = dict[int, str]()
         for position, (var, operand) in enumerate(zip(equation.invars, operands)):
             cast = casts.operands.get(position)
-            is_in_half = is_narrow(var) and not is_literal(var)
-            if cast and is_in_half and {source.name for source in operand.sources} != {cast}:
-                lines.append(cast)
-        edit = Module(" and ".join(lines), "", tuple(lines), casts=narrow[0].aval.dtype.name)
-        return frozenset({edit} if lines else ()), casts.result
+            is_in_half = is_narrow(var) and (keeps or not is_literal(var))
+            if cast and is_in_half and operand.edits != {cast}:
+                left[position] = cast
+        self.ties.of_casts(equation, operands, left)
+        if keeps:
+            self.ties.of_operands(equation, operands, left)
+        return casts._replace(operands=left)
 
     def _as_in_forward(self, equation: Equation, sources: Sources, stage: Stage, line: str) -> Sources:
         """Returns the sources of a half result; in a backward pass those of the operation on its line."""
@@ -189,27 +199,28 @@ class _Search(Forward[_Origin]):
         self._of_line[key] = self._of_line.get(key, sources) & sources
         return sources
 
-    def _casts_of(self, equation: Equation, operands: list[_Origin], line: str) -> Casts:
+    def _casts_of(self, equation: Equation, operands: list[Origin], line: str) -> Casts:
         """Returns the casts of the expression that made an equation."""
 
         # Of several expressions that begin at one place, `a @ b` and `a @ b @ c`, it is one whose casts of
-        # float32 operands are in the jaxpr.
+        # float32 operands are in the jaxpr, or of a number.
         def is_known(casts):
-            named = ((operands[at], cast) for at, cast in casts.operands.items() if at < len(operands))
-            return any({source.name for source in o.sources} == {cast} for o, cast in named)
+            pairs = enumerate(zip(equation.invars, operands))
+            own = [(casts.operands[at], var, operand) for at, (var, operand) in pairs if at in casts.operands]
+            return any(is_literal(var) or operand.edits == {cast} for cast, var, operand in own)
 
         every = casts_around(line, equation.primitive.name)
         every = [casts.without(self._widening) for casts in every]
         found = every if len(every) < 2 else list(filter(is_known, every))
-        return found[0] if len(found) == 1 else Casts({}, "")
+        return found[0] if len(found) == 1 else _NO_CASTS
 
     def _across_gradient(
-        self, equation: Equation, operands: list[_Origin], stage: Stage, line: str
-    ) -> list[_Origin]:
+        self, equation: Equation, operands: list[Origin], stage: Stage, line: str
+    ) -> list[Origin]:
         """Notes half values that enter a gradient; returns the operands, with the gradients among them."""
         halves = [o for o, var in zip(operands, equation.invars) if is_narrow(var)]
         if stage is Stage.FORWARD:
-            self._differentiated |= _joined(o for o in halves if o.stage is Stage.OUTSIDE)
+            self._differentiated |= joined(o for o in halves if o.stage is Stage.OUTSIDE)
         if stage is Stage.OUTSIDE and any(o.stage is Stage.BACKWARD for o in halves):
             return [self._gradient(o, equation, line) for o in operands]
         return operands
@@ -220,7 +231,7 @@ class _Search(Forward[_Origin]):
             return Stage.BACKWARD
         return Stage.FORWARD if any(map(is_of_gradient, every)) else Stage.OUTSIDE
 
-    def _gradient(self, origin: _Origin, equation: Equation, line: str) -> _Origin:
+    def _gradient(self, origin: Origin, equation: Equation, line: str) -> Origin:
         """Returns the origin of an operand that may be a gradient, in an equation outside of the gradient."""
         if origin.stage is not Stage.BACKWARD or not self._differentiated:
             return origin
@@ -228,17 +239,24 @@ class _Search(Forward[_Origin]):
         self.rounding.add(id(equation))
         names = frozenset(source.name for source in self._differentiated)
         sources = {Module(f"the gradients of {', '.join(sorted(names))}", "", one_of=names)}
-        if _gives_half(equation) and not is_of_library(line):
+        if gives_half(equation) and not is_of_library(line):
             sources.add(Module(line, "", (line,), is_gradient=True))
         return origin._replace(sources=frozenset(sources))
 
-    def _of_half(self, equation: Equation, line: str, sources: Sources, is_fixed: bool) -> Sources:
+    def _of_half(
+        self, equation: Equation, line: str, sources: Sources, is_fixed: bool, stage: Stage
+    ) -> Sources:
         """Returns the sources of a half result whose operands have the given ones."""
         # A cotangent has the dtype of the value whose gradient it is: what this line has cast to float32.
-        if equation.primitive.name == "convert_element_type" and is_transposed(equation):
-            return self._widened[line] or frozenset({_NONE})
+        if equation.primitive.name == "convert_element_type" and stage is Stage.BACKWARD:
+            return self._widened[line] or frozenset({NONE})
         if not sources:
-            sources = _cast(equation, line, is_fixed)
+            # JAX makes a cast for a gradient.
+            is_of_jax = stage is Stage.BACKWARD
+            sources = frozenset({NONE}) if is_of_jax else of_cast(equation, line, is_fixed)
+            if NONE in sources and any(is_narrow(var) and is_literal(var) for var in equation.invars):
+                lines = constants_at(line, equation.primitive.name)
+                sources = frozenset(map(_half, lines)) or sources
             self._narrowed[line] |= sources
         return sources
 
@@ -246,7 +264,7 @@ class _Search(Forward[_Origin]):
         """Returns the lines that convert the numbers of an equation to half."""
         found = (written(self._numbers, equation, position) for position in range(len(equation.invars)))
         lines = (number.line for number in found if number is not None and number.line)
-        return frozenset(Module(line, "", (line,), casts="half precision") for line in lines)
+        return frozenset(map(_half, lines))
 
     def _layer_of(self, equation: Equation) -> Sources:
         """Returns the layer that an equation belongs to; empty if it is not in one."""
@@ -257,47 +275,18 @@ class _Search(Forward[_Origin]):
         return frozenset(layer for layer in self._layers if f"{scope}/".startswith(f"{layer.name}/"))
 
 
-def _widens(equation: Equation) -> bool:
-    """Whether an equation casts half values to float32."""
-    is_cast = equation.primitive.name == "convert_element_type" and is_narrow(equation.invars[0])
-    return is_cast and not _gives_half(equation)
+def _half(line: str) -> Module:
+    """Returns the edit of a line that makes a number in half."""
+    return Module(line, "", (line,), casts=_UNKNOWN)
 
 
-def _gives_half(equation: Equation) -> bool:
-    return any(map(is_narrow, equation.outvars))
-
-
-def _both(first: _Origin, second: _Origin) -> _Origin:
-    sources, is_fixed = first.sources | second.sources, first.is_fixed and second.is_fixed
-    stage = second.stage if first.stage is Stage.OUTSIDE else first.stage
-    return _Origin(sources, first.line or second.line, is_fixed, stage)
-
-
-def _cast(equation: Equation, line: str, is_fixed: bool) -> Sources:
-    """Returns an operation that makes half values of others as their source; none if it is of a library."""
-    # JAX makes a cast for a gradient. Numbers alone, such as the zeros of `jnp.zeros_like` and `jnp.pad`,
-    # have the dtype of what they are like.
-    if is_transposed(equation) or (is_fixed and not makes_half(line)):
-        return frozenset({_NONE})
-    if is_by_autocast(equation) and not makes_half(line):
-        scope = visible_scope(scope_of(equation))
-        return frozenset({Module(scope or "autocast", "", (line,), autocast=scope)})
-    line = casting_line(equation) or line
-    if is_of_library(line):
-        return frozenset({_LIBRARY})
-    return frozenset({Module(line, "", (line,), casts=equation.outvars[0].aval.dtype.name)})
-
-
-def _carried(jaxpr: Jaxpr, found: dict[int, list[_Origin]]) -> dict[Module, tuple[str, ...]]:
-    """Returns for each source the lines of the loops whose half carries come from it."""
-    lines: dict[Module, dict[str, None]] = collections.defaultdict(dict)
-    loops = (equation for equation in all_equations(jaxpr) if equation.primitive.name in ("scan", "while"))
-    for equation in loops:
-        carried = inner_jaxprs(equation)[-1].carried  # They are the first results of a loop.
-        for var, origin in list(zip(equation.outvars, found[id(equation)]))[:carried]:
-            for source in origin.sources if is_narrow(var) else ():
-                lines[source][line_of(equation)] = None
-    return {source: tuple(own) for source, own in lines.items()}
+def _edit(equation: Equation, left_out: Casts) -> Sources:
+    """Returns the casts of the operands that JAX left out, as one edit."""
+    if not left_out.operands:
+        return frozenset()
+    lines = tuple(left_out.operands.values())
+    dtype = next(var.aval.dtype.name for var in equation.invars if is_narrow(var))
+    return frozenset({Module(" and ".join(lines), "", lines, casts=dtype)})
 
 
 def _forward_operations(jaxpr: Jaxpr) -> Iterator[Equation]:

@@ -66,6 +66,14 @@ class States:
         """The paths of the arguments that are states."""
         return {self._program.argument(index)[0] for index in self._state.values()}
 
+    @property
+    def ends_finite(self) -> bool:
+        """Whether the states that are finite at first are so in float32 after the steps, if they were run."""
+        # The best loss so far may start as inf.
+        pairs = zip(self._floating, vars(self).get("_in_float32", ((), ()))[1])
+        starts = ((self._start[self._state[number]], end) for number, end in pairs)
+        return all(bool(jnp.isfinite(jnp.where(jnp.isfinite(start), end, 0)).all()) for start, end in starts)
+
     def __bool__(self) -> bool:
         return bool(self._state)
 
@@ -92,8 +100,11 @@ class States:
             difference = abs(last - end)
             error = difference / size if size else difference
             if math.isfinite(end) and not error <= HARM:  # Also if it is NaN.
-                name = f"result {self._program.outputs[number]}".strip()
-                what = f"The {name} of the step ends at {last:.3g} {_ON}, and at {end:.3g} in float32."
+                path = self._program.outputs[number]
+                name = f"result {path}".strip()
+                # Nothing on the page says otherwise where paths begin.
+                what = f"The {name} of the step{', counted from 0,' if path[:1].isdigit() else ''} ends at "
+                what += f"{last:.3g} {ON}, and at {end:.3g} in float32."
                 yield Wrong(what, error, name, is_metric=True)
 
     def _of_states(self, half: Trained) -> Iterator[Wrong]:
@@ -116,10 +127,10 @@ class States:
             worst = max(share, 1 - part) if math.isfinite(part) else math.inf
             yield Wrong(what, worst, name, in_half, share == 1)
         elif in_half and error > 1:
-            what = f"{name} in {dtype} ends {times(error)} as far from float32 as it moves there {_ON}."
+            what = f"{name} in {dtype} ends {times(error)} as far from float32 as it moves there {ON}."
             yield Wrong(what, error, name, in_half)
         elif error > _OFF and self._of_other_roundings[number] <= HARM:
-            what = f"{name} ends {times(error)} as far from float32 as it moves there {_ON}."
+            what = f"{name} ends {times(error)} as far from float32 as it moves there {ON}."
             yield Wrong(what, error, name, may_follow=True)
 
     @functools.cached_property
@@ -174,7 +185,7 @@ class States:
         return metrics, [arrays[self._state[number]] for number in self._floating]
 
 
-_ON = f"in {STEPS} steps on this batch"
+ON = f"in {STEPS} steps on this batch"
 
 
 def _last(values: Collection[float]) -> float:
@@ -185,11 +196,11 @@ def _last(values: Collection[float]) -> float:
 def _lost(name: str, half: str, share: float, part: float) -> str:
     """Says what a state has lost: a share of its elements never moves, and it comes a part of its way."""
     if not math.isfinite(part):
-        return f"{name} is not finite {_ON}, and is in float32."
+        return f"{name} is not finite {ON}, and is in float32."
     if share <= _SHARE:
-        return f"The update is lost in part: {name} comes {part:.0%} as far as in float32 {_ON}."
+        return f"The update is lost in part: {name} comes {part:.0%} as far as in float32 {ON}."
     where = f"{f' in {half}' if half else ''} for {share:.0%} of the elements of {name} that have one"
-    return f"The update is lost{where}: they never move {_ON}."
+    return f"The update is lost{where}: they never move {ON}."
 
 
 def times(error: float) -> str:

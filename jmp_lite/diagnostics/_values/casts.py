@@ -6,10 +6,11 @@ left out, the others are casts as well. So where they are is read from the sourc
 
 import ast
 import functools
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, TypeGuard
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
-from .source import FUNCTIONS, Source, assigned, expressions_at
+from .source import Source, assigned, expressions_at, operands_of
 
 _CONVERSIONS = ("astype", "asarray", "array", "convert_element_type")
 _OPERATORS = {
@@ -26,37 +27,100 @@ class Casts(NamedTuple):
     """The casts to half in an expression: where each is, as `file.py:12:4 (function)`."""
 
     operands: dict[int, str]  # By the position of the operand that is cast.
-    result: str  # The cast of the result; empty without one.
+    of_result: tuple[str, ...]  # Those of the result, or of the name that it is assigned to.
 
     def without(self, lines: Collection[str]) -> "Casts":
         """Returns the casts but for those on some lines."""
         operands = {position: line for position, line in self.operands.items() if line not in lines}
-        return Casts(operands, "" if self.result in lines else self.result)
+        return Casts(operands, tuple(line for line in self.of_result if line not in lines))
 
 
 def casts_around(line: str, primitive: str) -> Sequence[Casts]:
-    """Returns the casts of each expression that begins at a line and may have made an operation."""
+    """Returns the casts of each expression that begins at a line and may have made an operation.
+
+    If an operator may have made it, no other expression has.
+    """
     source, nodes = expressions_at(line)
     function = line.partition(" ")[2]
     return _casts_around(source, tuple(nodes), function, primitive) if source is not None else ()
 
 
+class Cast(NamedTuple):
+    """A conversion to half."""
+
+    call: ast.Call  # What takes the dtype, which may be in a function that makes this conversion alone.
+    operand: ast.expr  # What is converted here.
+
+
 @functools.lru_cache(maxsize=4096)
 def _casts_around(source: Source, nodes: Sequence[ast.AST], function: str, primitive: str) -> Sequence[Casts]:
 
-    def place(cast: ast.Call | None) -> str:
-        return f"{source.place(cast)} {function}".strip() if cast is not None else ""
+    def place(node: ast.AST, cast: Cast) -> str:
+        # JAX may know the function here by another name, as that of a comprehension.
+        is_here = source.functions_around(cast.call) == source.functions_around(node)
+        return f"{source.place(cast.call)} {function}".strip() if is_here else source.line(cast.call)
 
     found = []
-    for node in nodes:
-        may_make = is_operator(node, primitive) or isinstance(node, ast.Call)
-        if may_make and _conversion(source, node) is None:
-            casts = {at: place(cast_of(source, operand)) for at, operand in enumerate(_operands(node))}
-            operands = {at: cast for at, cast in casts.items() if cast}
-            outer = _conversion(source, source.outer.get(node))
-            is_result = outer is not None and _converted(outer) is node
-            found.append(Casts(operands, place(outer) if is_result else ""))
-    return [casts for casts in found if casts.operands or casts.result]
+    others = [node for node in nodes if isinstance(node, (ast.Call, ast.Subscript))]
+    for node in [node for node in nodes if is_operator(node, primitive)] or others:
+        if _conversion(source, node) is None:
+            operands = enumerate(_operands(node, primitive))
+            casts = ((at, cast_of(source, operand)) for at, operand in operands)
+            own = {at: place(node, cast) for at, cast in casts if cast is not None}
+            found.append(Casts(own, tuple(place(node, cast) for cast in _casts_of_result(source, node))))
+    return found
+
+
+def constants_at(line: str, primitive: str) -> list[str]:
+    """Returns where the operands of an operation are scalars in half, such as `jnp.zeros((), dtype=H)`.
+
+    A jaxpr has them as literals, without a line.
+    """
+    source, nodes = expressions_at(line)
+    operators = [node for node in nodes if is_operator(node, primitive)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    # Of the calls in `lax.scan(...)[0].astype(F32)`, the inner one has the operands.
+    made = operators if operators else calls[-1:]
+    if source is None or len(made) != 1:
+        return []
+    leaves = itertools.chain.from_iterable(_leaves(source, each) for each in operands_of(made[0]))
+    found = (_constant(source, leaf) for leaf in leaves)
+    return [source.line(call) for call in found if call is not None]
+
+
+def _leaves(source: Source, node: ast.expr) -> Iterator[ast.expr]:
+    """Yields the leaves of a tree that an expression or its name stands for."""
+    value = _values(source, node)[0] if isinstance(node, ast.Name) and _values(source, node) else node
+    children = value.values if isinstance(value, ast.Dict) else getattr(value, "elts", None)
+    if children is None:
+        yield node
+    for child in children or ():
+        yield from _leaves(source, child)
+
+
+def _values(source: Source, node: ast.Name) -> Sequence[ast.expr]:
+    """Returns what the innermost function that assigns a name gives to it."""
+    functions = source.functions_around(node)
+    return next(filter(None, (assigned(each, ast.Name, node.id) for each in functions)), ())
+
+
+def _constant(source: Source, node: ast.expr) -> ast.Call | None:
+    """Returns the call that makes a scalar in half, which an expression is, or the only one of its name."""
+    if isinstance(node, ast.Name):
+        values = (value for value in _values(source, node) if not isinstance(value, ast.Name))
+        found = [_constant(source, value) for value in values]
+        own = [call for call in found if call is not None]
+        return own[0] if len(own) == 1 else None
+    if not isinstance(node, ast.Call) or not source.makes_half(node):
+        return None
+    value = _converted(node)
+    is_scalar = _is_empty(value) or isinstance(value, ast.Constant)
+    is_scalar |= isinstance(value, ast.Call) and any(map(_is_empty, value.args[:1]))
+    return node if is_scalar else None
+
+
+def _is_empty(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Tuple) and not node.elts
 
 
 def is_operator(node: ast.AST, primitive: str) -> TypeGuard[ast.BinOp]:
@@ -64,35 +128,107 @@ def is_operator(node: ast.AST, primitive: str) -> TypeGuard[ast.BinOp]:
     return isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS.get(primitive, ()))
 
 
-def _operands(node: ast.AST) -> list[ast.expr]:
+def _casts_of_result(source: Source, node: ast.AST) -> Iterator[Cast]:
+    """Yields the conversions of the value of an expression."""
+    outer = source.outer.get(node)
+    while isinstance(outer, ast.Subscript):
+        node, outer = outer, source.outer.get(outer)
+    cast = _conversion(source, outer)
+    if cast is not None and cast.operand is node:
+        yield cast
+    if isinstance(outer, ast.Assign) and isinstance(outer.targets[0], ast.Name):
+        yield from _casts_of_name(source, outer, outer.targets[0].id)
+
+
+def _casts_of_name(source: Source, statement: ast.Assign, name: str) -> Iterator[Cast]:
+    """Yields the conversions of what a statement assigns to a name."""
+    function = next(iter(source.functions_around(statement)), None)
+    if function is None:
+        return
+    inside, values = list(ast.walk(function)), assigned(function, ast.Name, name)
+    start = _end(statement)
+    # The next statement that assigns the name may read the old value; in a loop any statement may.
+    end = min((_end(value) for value in values if _end(value) > start), default=_NEVER)
+    loops = [each for each in inside if isinstance(each, (ast.For, ast.While))]
+    if loops := [each for each in loops if statement in ast.walk(each)]:
+        start, end = (loops[0].lineno, 0), _end(loops[0])
+    for node in inside:
+        cast = _conversion(source, node)
+        if cast is not None and start < _end(cast.operand) <= end and _root(cast.operand) == name:
+            yield cast
+
+
+_NEVER = (10**9, 0)
+
+
+def _end(node: Any) -> tuple[int, int]:
+    return node.end_lineno, node.end_col_offset
+
+
+def _root(node: ast.AST) -> str:
+    """Returns the name of an array of which an expression is a part, as of `h[:, :4]`."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _operands(node: ast.AST, primitive: str) -> list[ast.expr]:
+    """Returns the operands of an expression in the order of those of its operation."""
     match node:
         case ast.BinOp(left=left, right=right):
             return [left, right]
+        # `jnp.where` and `lax.select` take the values in the other order.
+        case ast.Call(func=func, args=[predicate, true, false]) if primitive == "select_n":
+            is_same = ast.unparse(func).endswith("select_n")
+            return [predicate, true, false] if is_same else [predicate, false, true]
+        case ast.Call(args=[ast.List(elts=arrays) | ast.Tuple(elts=arrays), *args]):  # Of `concatenate`.
+            return [*arrays, *args]
         case ast.Call(func=ast.Attribute(value=ast.Call() as array), args=args):  # A method of an array.
             return [array, *args]
         case ast.Call(args=args):
             return list(args)
+        case ast.Subscript(value=array):
+            return [array]
     return []
 
 
-def cast_of(source: Source, node: ast.expr) -> ast.Call | None:
+def cast_of(source: Source, node: ast.expr) -> Cast | None:
     """Returns the cast to half that an expression is, or that its name stands for."""
-    if isinstance(node, ast.Name):
-        functions = (each for each in source.around[node] if isinstance(each, FUNCTIONS))
-        values = next(filter(None, (assigned(each, ast.Name, node.id) for each in functions)), ())
-        # A name that is assigned twice may stand for either.
-        if len(values) != 1 or isinstance(values[0], ast.Name) or values[0].lineno >= node.lineno:
-            return None
-        return cast_of(source, values[0])
-    return _conversion(source, node)
-
-
-def _conversion(source: Source, node: ast.AST | None) -> ast.Call | None:
-    """Returns an expression if it converts an array to half."""
-    if not isinstance(node, ast.Call) or not source.makes_half(node):
+    if not isinstance(node, ast.Name):
+        return _conversion(source, node)
+    functions, values = source.functions_around(node), _values(source, node)
+    before = [value for value in values if _end(value) < (node.lineno, node.col_offset)]
+    # What is assigned last, if the statements between run one after the other.
+    is_sure = len(values) == 1 or (functions and before and source.is_straight(functions[0], before[-1]))
+    if not before or not is_sure or isinstance(before[-1], ast.Name):
         return None
-    is_conversion = ast.unparse(node.func).rpartition(".")[2] in _CONVERSIONS and _converted(node) is not None
-    return node if is_conversion else None
+    return cast_of(source, before[-1])
+
+
+def _conversion(source: Source, node: ast.AST | None) -> Cast | None:
+    """Returns an expression if it converts an array to half."""
+    if not isinstance(node, ast.Call):
+        return None
+    if not source.makes_half(node):
+        return _by_a_function(source, node)
+    operand = _converted(node)
+    is_conversion = ast.unparse(node.func).rpartition(".")[2] in _CONVERSIONS
+    return Cast(node, operand) if is_conversion and operand is not None else None
+
+
+def _by_a_function(source: Source, call: ast.Call) -> Cast | None:
+    """Returns the conversion by a function of the program that does nothing else, such as `to_half(x)`."""
+    functions = source.functions.get(ast.unparse(call.func).removeprefix("self."), [])
+    value = source.returned_alone(functions[0]) if len(functions) == 1 else None
+    if not isinstance(value, ast.Call) or not source.makes_half(value):
+        return None
+    converted, parameters = (
+        _converted(value),
+        [arg.arg for arg in functions[0].args.args if arg.arg != "self"],
+    )
+    name = converted.id if isinstance(converted, ast.Name) else ""
+    arguments = dict(zip(parameters, call.args))
+    return Cast(value, arguments[name]) if name in arguments else None
 
 
 def _converted(call: ast.Call) -> ast.expr | None:

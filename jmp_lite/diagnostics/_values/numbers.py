@@ -69,8 +69,8 @@ def _unread(equation: Equation, position: int) -> Iterator[str]:
     # A function such as `jax.nn.relu` computes with numbers of its own.
     operators = (node for node in nodes if is_operator(node, equation.primitive.name))
     for cast in (cast_of(source, operands_of(node)[position]) for node in operators):
-        if cast is not None and not _known(source).numbers(cast):
-            yield source.place(cast)
+        if cast is not None and not _known(source).numbers(cast.call):
+            yield source.place(cast.call)
 
 
 def written(numbers: Numbers, equation: Equation, position: int) -> Written | None:
@@ -205,7 +205,7 @@ class _Known:
         if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
             yield Written(float(argument.value))
         for written in self._numbers(argument):
-            line = self._source.place(call) if is_to_half else written.line
+            line = self._source.line(call) if is_to_half else written.line
             yield written._replace(line=line)
 
     def _named(self, node: ast.Name) -> Iterator[Written]:

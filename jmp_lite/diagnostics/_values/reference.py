@@ -68,7 +68,8 @@ class Reference:
 
     `is_on` has a bool for each set of flags in the jaxprs, and `numbers` those that half precision rounds.
     With `by_hand` it rounds the operands and the result of each half product to the digits of this dtype, as
-    casts by hand around each matmul do, and keeps the range of float32.
+    casts by hand around each matmul do, and keeps the range of float32. `sums` are the flags of the values
+    whose gradients an equation adds up, by its `id`.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class Reference:
         numbers: Numbers = MappingProxyType({}),
         wide: Any = np.float32,
         by_hand: Any = None,
+        sums: Mapping[int, Flags] = MappingProxyType({}),
     ) -> None:
+        self._sums = sums
         self._is_on, self._numbers, self._wide, self._by_hand = is_on, numbers, np.dtype(wide), by_hand
 
     def run(self, jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
@@ -175,7 +178,9 @@ class Reference:
         # An operation that is not in the table may not exist in float32: it runs as written.
         if name == _OF_BITS or not (is_cast or name in PRIMITIVES):
             return list(map(self._exact, _as_written(equation, arrays)))
-        return self._in_both(equation, arrays, _flags_of_sum(operands, flags) if name == "add_any" else flags)
+        if name == "add_any":
+            flags = self._sums.get(id(equation), _flags_of_sum(operands, flags))
+        return self._in_both(equation, arrays, flags)
 
     def _in_both(self, equation: Equation, arrays: Sequence[Array], flags: Flags | None) -> Values:
         results = bind(equation, arrays, **self._wide_params(equation))

@@ -1,9 +1,11 @@
 """Reads the source of a program: its expressions, and which of them convert to half precision."""
 
 import ast
+import collections
 import functools
 import linecache
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..._dtypes import HALF_DTYPES
@@ -30,12 +32,17 @@ class Source:
         self.around: dict[ast.AST, list[ast.AST]] = {}  # The functions and classes, inner first.
         # What an expression is a part of; for an array whose method is called, this call.
         self.outer: dict[ast.AST, ast.AST] = {}
+        self.functions: dict[str, list[Any]] = collections.defaultdict(list)  # By their names.
         self._visit(ast.parse(text), [])
 
     def _visit(self, node: ast.AST, around: list[ast.AST]) -> None:
         self.around[node] = around
-        if isinstance(node, (ast.BinOp, ast.Call, ast.AugAssign)):
+        if isinstance(node, (ast.BinOp, ast.Call, ast.AugAssign, ast.Subscript)):
             self.nodes.setdefault((node.lineno, node.col_offset), []).append(node)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            self.functions[node.name].append(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            self.functions[ast.unparse(node.targets[0])].append(node.value)
         inside = [node, *around] if isinstance(node, (*FUNCTIONS, ast.ClassDef)) else around
         for child in ast.iter_child_nodes(node):
             # The method of an array is an attribute of it.
@@ -45,6 +52,39 @@ class Source:
     def place(self, node: ast.expr) -> str:
         """Returns where an expression begins, as `file.py:12:4`."""
         return f"{self._file}:{node.lineno}:{node.col_offset}"
+
+    def functions_around(self, node: ast.AST) -> list[Any]:
+        """Returns the functions around an expression, inner first."""
+        return [each for each in self.around[node] if isinstance(each, FUNCTIONS)]
+
+    def name_of(self, functions: Sequence[Any]) -> str:
+        """Returns the qualified name of the first of the functions around an expression, as Python has it."""
+        if not functions:
+            return "<module>"
+        own = getattr(functions[0], "name", "<lambda>")
+        inside = self.around[functions[0]]
+        names = [f"{each.name}." if isinstance(each, ast.ClassDef) else "" for each in inside[:1]]
+        outer = [f"{self.name_of(functions[1:])}.<locals>."] if functions[1:] else []
+        return "".join([*outer, *names, own])
+
+    def is_straight(self, function: Any, value: ast.expr) -> bool:
+        """Whether a function assigns a value in each call, outside of any loop and branch."""
+        statement = self.outer[value]
+        statement = self.outer[statement] if isinstance(statement, ast.Tuple) else statement
+        return self.outer[statement] is function
+
+    def returned_alone(self, function: Any) -> ast.expr | None:
+        """Returns what a function returns if it does nothing else."""
+        if isinstance(function, ast.Lambda):
+            return function.body
+        # A docstring does nothing.
+        *others, last = function.body
+        is_alone = all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in others)
+        return last.value if is_alone and isinstance(last, ast.Return) else None
+
+    def line(self, node: ast.expr) -> str:
+        """Returns the same with the function around it, as `file.py:12:4 (function)`."""
+        return f"{self.place(node)} ({self.name_of(self.functions_around(node))})"
 
     def makes_half(self, call: ast.Call) -> bool:
         """Whether a call takes a half dtype, or a dtype that has another name here, such as `self.dtype`."""
@@ -130,15 +170,22 @@ def assigned(inside: ast.AST, kind: type, name: str) -> tuple[ast.expr, ...]:
     """Returns the values that a function or class assigns to a name, or to an attribute of that name."""
     values = []
     for node in ast.walk(inside):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        value = getattr(node, "value", None)
-
-        def is_target(each):
-            return isinstance(each, kind) and name in (getattr(each, "id", ""), getattr(each, "attr", ""))
-
-        if isinstance(value, ast.expr) and any(map(is_target, targets)):
-            values.append(value)
+        for target, value in _assignments(node):
+            own = getattr(target, "id", ""), getattr(target, "attr", "")
+            if isinstance(target, kind) and name in own and isinstance(value, ast.expr):
+                values.append(value)
     return tuple(values)
+
+
+def _assignments(node: ast.AST) -> Iterator[tuple[Any, Any]]:
+    """Yields what a statement assigns: the targets, and the value of each."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    value = getattr(node, "value", None)
+    for target in targets:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            yield from zip(target.elts, value.elts)
+        else:
+            yield target, value
 
 
 def defaults_of(function: Any) -> dict[str, ast.expr | None]:

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -269,3 +270,41 @@ def test_the_layers_of_a_loss_that_is_jitted_are_remedies_as_they_are_without_ji
     plain, jitted = (find_nonfinite(fun)(params) for fun in (loss, jax.jit(loss)))
     assert plain.tried[0].change.startswith("dtype=jnp.float32 in Overflowing/Dense_0; dtype=")
     assert [trial.change for trial in jitted.tried] == [trial.change for trial in plain.tried]
+
+
+def nearest(codes):
+    z = jax.random.normal(jax.random.key(0), (16, 32)) * 200
+    distances = jnp.sum((z.astype(jnp.float16)[:, None] - codes.astype(jnp.float16)) ** 2, -1)
+    return jnp.mean((codes[jnp.argmin(distances, -1)] - z) ** 2)
+
+
+def clipped(w):
+    """The norm of `optax` squares the gradients in float16, in lines of the package."""
+    x = jax.random.normal(jax.random.key(1), (32, 16)) * 4
+    grads = jax.grad(lambda w: jnp.mean((x.astype(jnp.float16) @ w).astype(jnp.float32) ** 2))(
+        w[:16, :4].astype(jnp.float16)
+    )
+    return jnp.sum(jnp.abs(grads / optax.tree.norm(grads)).astype(jnp.float32))
+
+
+def wrong_twice(codes):
+    """A mask of -inf beside an error that comes from elsewhere."""
+    mask = jnp.where(jnp.arange(32) < 20, 0.0, -1e9).astype(jnp.float16)
+    weights = jax.nn.softmax(codes.astype(jnp.float16) + mask)
+    return jnp.sum(weights.astype(jnp.float32)) + nearest(codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fun", "operation"),
+    [(nearest, "integer_pow"), (clipped, "square"), (wrong_twice, "integer_pow")],
+)
+def test_an_inf_that_makes_finite_results_wrong_is_not_called_harmless(fun, operation):
+    """It decides an `argmin`, or is a norm by which a package divides."""
+    codes = jax.random.normal(jax.random.key(2), (20, 32)) * 200
+    how = {"value_and_grad_fn": None} if fun is clipped else {}
+    report = find_nonfinite(fun, **how)(codes)
+    assert report.is_finite
+    assert report.cause.operation == operation
+    assert report.remedies[0].helps
+    assert operation not in [each.operation for each in report.harmless]

@@ -122,7 +122,7 @@ def test_a_healthy_step_has_no_findings():
     assert diagnosis.nonfinite.loss is None
     assert (
         diagnosis.nonfinite.summary()
-        == f"All {diagnosis.nonfinite.parameters} results of the step are finite."
+        == f"All {diagnosis.nonfinite.parameters} results of one step are finite."
     )
 
 

@@ -22,7 +22,7 @@ TRIED = (
 REPORT = NonfiniteReport(None, 1.0, 1, ("w",), INF, NAN, (OTHER,), MASKS, tried=TRIED)
 
 PAGE = """\
-The result of the step (w) is not finite.
+The result of one step (w) is not finite.
 
 It begins here:
 inf from mul near w, forward pass

@@ -150,3 +150,33 @@ def test_a_total_that_overflows_in_a_later_step_is_named(dtype):
 
     page = doctor(step, value_and_grad_fn=None, device=None)(jnp.ones(4), jnp.zeros((), dtype))
     assert "total is not finite in 20 steps on this batch, and is in float32" in " ".join(str(page).split())
+
+
+def overflows_later(is_gradient):
+    """A step from zero to far away, where the loss overflows; or one that returns the gradient."""
+
+    def loss(w):
+        out = X.astype(F16) @ w.astype(F16)
+        return jnp.mean((out.astype(F32) - 300 * X) ** 2) + 1e-9 * jnp.sum((out * out).astype(F32))
+
+    def step(w):
+        value, grads = jax.value_and_grad(loss)(w)
+        return (grads + 0.1 * w if is_gradient else w - 2.0 * grads), value
+
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_parameters_that_the_first_step_moves_far_are_a_state(start):
+    """By the distance alone, they would be taken for gradients, and the step would not be repeated."""
+    (found,) = faults(overflows_later(is_gradient=False), start * W[:8])
+    assert "in 20 steps on this batch" in found.what
+    assert found.advice.startswith("To mend it: use float32 instead of float16 on line")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_a_gradient_with_weight_decay_is_no_state(start):
+    """Repeated as if it were the new value of w, the step would diverge."""
+    assert faults(overflows_later(is_gradient=True), start * W[:8]) == []

@@ -1,5 +1,7 @@
 """`compare_precision` and `doctor` on functions with half values of their own."""
 
+import inspect
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -152,7 +154,8 @@ def test_a_function_of_autocast_with_casts_of_its_own_has_both():
     assert set(report.names) == {"stem", "head", "stem (its own casts)", "sums"}
     assert set(report.rules) == {"/stem", "/head"}
     assert "use float32 instead of float16 on line" in report.change
-    assert "start the carry in float32 for the loop on line" in report.change
+    start = inspect.getsourcelines(loss)[1] + 4  # Where the carry starts.
+    assert f"test_own_casts.py:{start}:" in report.change
     assert report.rest.gradients < 1e-6
     assert all(bool(row.pattern) != bool(row.lines) for row in report.modules)
 
@@ -161,3 +164,25 @@ def test_a_function_without_half_values_has_no_modules():
     report = compare_precision(lambda w: jnp.sum(jnp.sin(w)))(X)
     assert report.names == report.modules == ()
     assert "No value of this function is in float16" in str(report)
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_value_that_a_scan_reads_is_summed_in_the_dtype_of_the_value():
+    """In bfloat16 the sum of 2,000 gradients stops growing, whatever else is in float32."""
+
+    def loss(w, xs, dtype=jnp.bfloat16):
+        p = w.astype(dtype)
+        body = lambda total, x: (total + jnp.sum(jnp.sin(x @ p)).astype(jnp.float32), None)
+        return lax.scan(body, jnp.zeros(()), xs.astype(jnp.bfloat16))[0] / 1000
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    args = 0.1 * jax.random.normal(keys[0], (6, 8)), 1 + 0.1 * jax.random.normal(keys[1], (2000, 6))
+    half, full = jax.grad(loss)(*args), jax.grad(loss)(*args, jnp.float32)
+    measured = float(jnp.linalg.norm(half - full) / jnp.linalg.norm(full))
+    assert measured > 0.5
+    report = compare_precision(loss)(*args)
+    assert report.modules[0].own.gradients == pytest.approx(measured, rel=0.05)
+    assert report.kept is not None
+    assert len(report.kept) == 1
+    assert report.with_rules is not None
+    assert report.with_rules.gradients < 0.01

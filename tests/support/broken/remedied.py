@@ -181,7 +181,7 @@ def gradients_that_are_added_in_bfloat16(w, xs):
         gradient = jax.grad(lambda w: jnp.sum(w * x))(w)
         return total + gradient.astype(BF16), None  # here
 
-    total, _ = lax.scan(body, jnp.zeros(4, BF16), xs)
+    total, _ = lax.scan(body, jnp.zeros(4, BF16), xs)  # here
     return w - 1e-3 * total.astype(jnp.float32) / 1000
 
 

@@ -1,0 +1,80 @@
+"""What the values of a program come from, and where in a step they are computed."""
+
+import enum
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
+
+from ..._jaxpr import (
+    Equation,
+    casting_line,
+    is_by_autocast,
+    scope_of,
+)
+from ..._paths import visible_scope
+from .._values.reference import is_narrow
+from .._values.source import makes_half
+from .modules import Module, is_of_library
+
+Sources: TypeAlias = frozenset[Module]
+"""Edits of which each one alone makes a half value float32."""
+
+LIBRARY = Module("a library", "")
+NONE = Module("no source", "")
+"""For zeros in half, and casts that JAX makes: they have the dtype of what they meet."""
+
+
+class Stage(enum.Enum):
+    """Where in a step a value is computed."""
+
+    OUTSIDE = "outside of any gradient"
+    FORWARD = "in the forward pass of a gradient"
+    BACKWARD = "in its backward pass"
+
+
+class Origin(NamedTuple):
+    """What a value comes from."""
+
+    sources: Sources = frozenset()  # Of a half value, or of the half value that was cast to a float32 value.
+    line: str = ""  # For a float32 value, the line that has widened it.
+    is_fixed: bool = False  # Whether it is computed from numbers and constants alone.
+    stage: Stage = Stage.OUTSIDE
+
+    @property
+    def edits(self) -> frozenset[str]:
+        """The names of the edits that make a half value float32; none if it adapts to what it meets."""
+        own = self.sources - {NONE, LIBRARY}
+        return frozenset(source.name for source in own if not source.autocast)
+
+
+def joined(origins: Iterable[Origin]) -> Sources:
+    return frozenset[Module]().union(*(origin.sources for origin in origins))
+
+
+def both(first: Origin, second: Origin) -> Origin:
+    sources, is_fixed = first.sources | second.sources, first.is_fixed and second.is_fixed
+    stage = second.stage if first.stage is Stage.OUTSIDE else first.stage
+    return Origin(sources, first.line or second.line, is_fixed, stage)
+
+
+def gives_half(equation: Equation) -> bool:
+    return any(map(is_narrow, equation.outvars))
+
+
+def widens(equation: Equation) -> bool:
+    """Whether an equation casts half values to float32."""
+    is_cast = equation.primitive.name == "convert_element_type" and is_narrow(equation.invars[0])
+    return is_cast and not gives_half(equation)
+
+
+def of_cast(equation: Equation, line: str, is_fixed: bool) -> Sources:
+    """Returns an operation that makes half values of others as their source; none if it is of a library."""
+    # Numbers alone, as those of `jnp.zeros_like` and `jnp.pad`, have the dtype of what they are like.
+    if is_fixed and not makes_half(line):
+        return frozenset({NONE})
+    if is_by_autocast(equation) and not makes_half(line):
+        scope = visible_scope(scope_of(equation))
+        return frozenset({Module(scope or "autocast", "", (line,), autocast=scope)})
+    line = casting_line(equation) or line
+    if is_of_library(line):
+        return frozenset({LIBRARY})
+    return frozenset({Module(line, "", (line,), casts=equation.outvars[0].aval.dtype.name)})

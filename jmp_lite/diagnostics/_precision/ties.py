@@ -1,0 +1,115 @@
+"""Half values that have one dtype, or JAX refuses the program: an edit has to widen all of them.
+
+The functions of `jax.lax` do not promote their operands. A carry has one dtype, and so have branches.
+"""
+
+import collections
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from ..._jaxpr import Equation, inner_jaxprs, is_of_lax
+from .._values.reference import is_narrow
+from .._values.sites import line_of
+from .origins import Origin
+
+Tie: TypeAlias = tuple[frozenset[str], ...]
+"""Half values that have one dtype, each with the names of the edits of which one makes it float32."""
+
+
+class Constraints(NamedTuple):
+    """Which edits have to be made together."""
+
+    ties: Sequence[Tie] = ()
+    needs: Sequence[Tie] = ()  # Pairs: an edit of the first needs one of the second, for right gradients.
+
+    def completed(
+        self, edits: Collection[str], every: Collection[str], of_gradients: bool
+    ) -> frozenset[str] | None:
+        """Returns some edits, with those of `every` that they need as well; None if they are not enough."""
+        done = frozenset(edits)
+        while missing := next(self._missing(done, of_gradients), None):
+            if not (known := sorted(missing.intersection(every))):
+                return None
+            done |= {known[0]}
+        return done
+
+    def _missing(self, edits: Collection[str], of_gradients: bool) -> Iterator[frozenset[str]]:
+        """Yields sets of names of which one is missing."""
+        for tie in self.ties:
+            in_half = [names for names in tie if names.isdisjoint(edits)]
+            if len(in_half) < len(tie):
+                yield from in_half
+        for first, second in self.needs if of_gradients else ():
+            if second.isdisjoint(edits) and not first.isdisjoint(edits):
+                yield second
+
+
+class Ties:
+    """The ties of a program, as they are found."""
+
+    def __init__(self) -> None:
+        self._found: dict[Tie, None] = {}
+        self._needs: dict[Tie, None] = {}
+        # By the name of a source, the loops whose half carries come from it and start from numbers alone.
+        self.carried: dict[str, dict[str, None]] = collections.defaultdict(dict)
+
+    def of_operands(
+        self, equation: Equation, operands: Sequence[Origin], left_out: Mapping[int, str]
+    ) -> None:
+        """Notes that the half operands of an equation have one dtype; `left_out` are casts of operands."""
+        joint = " and ".join(left_out.values())
+        values = {n: operands[n].edits for n, var in enumerate(equation.invars) if is_narrow(var)}
+        self._add((values | {n: frozenset({joint, cast}) for n, cast in left_out.items()}).values())
+
+    def of_casts(self, equation: Equation, operands: Sequence[Origin], left_out: Mapping[int, str]) -> None:
+        """Notes the casts that round a gradient where the backward pass has no equation that does so."""
+        joint = " and ".join(left_out.values())
+        for n, cast in left_out.items():
+            own, edits = frozenset({joint, cast}), operands[n].edits
+            # A cast to float32 in its place has a gradient in half, as long as its operand is in half.
+            self._needs[own, edits] = None
+            # The gradient of a sum is that of its result: left in the program, such a cast rounds it.
+            if equation.primitive.name in ("add", "sub"):
+                self._needs[edits, own] = None
+
+    def of_call(
+        self,
+        equation: Equation,
+        operands: Sequence[Origin],
+        inner: Sequence[Sequence[Origin]],
+        results: Sequence[Origin],
+    ) -> None:
+        """Notes what has the dtype of a result: the first value of a carry and the next, or each branch."""
+        name, body = equation.primitive.name, inner_jaxprs(equation)[-1]
+        for n, var in enumerate(equation.outvars):
+            if is_narrow(var) and name == "cond":
+                self._add(branch[n].edits for branch in inner)
+            elif is_narrow(var) and name in ("scan", "while") and n < body.carried:
+                first = operands[body.operands[body.constants + n]].edits
+                self._add((first, inner[-1][n].edits))
+                for source in () if first else results[n].sources:
+                    self.carried[source.name][line_of(equation)] = None
+
+    def _add(self, values: Iterable[frozenset[str]]) -> None:
+        tie = tuple(filter(None, values))  # A value without an edit adapts to the others.
+        if len(tie) > 1:
+            self._found[tie] = None
+
+    def with_casts(self, after: Mapping[str, Collection[str]]) -> Constraints:
+        """Returns what was found. The edit of a source also widens the casts `after` it, by its name."""
+
+        def widened(names):
+            return names | {source for source, casts in after.items() if not names.isdisjoint(casts)}
+
+        def all_widened(ties):
+            return [tuple(map(widened, tie)) for tie in ties if all(tie)]
+
+        return Constraints(all_widened(self._found), all_widened(self._needs))
+
+
+def keeps_dtypes(equation: Equation) -> bool:
+    """Whether an operation does not promote operands of two dtypes."""
+    name = equation.primitive.name
+    # Products take them. Of several results, as those of a sort, each has its own.
+    has_one_dtype = len(equation.outvars) == 1 and not name.endswith(("dot_general", "convert_element_type"))
+    return has_one_dtype and is_of_lax(equation)
