@@ -133,14 +133,15 @@ def keys(x):
     return lax.sort((b, a), num_keys=1)[1]
 
 
+@pytest.mark.cases(fast=4)
 @pytest.mark.parametrize(
     ("fun", "expected"),
     [
-        (convolution, ["a = ", "b = "]),
         (select, ["a = ", "b = "]),
         (update, ["a = ", "b = "]),
         (number, ["a = ", "return lax.mul(a, "]),
         (carry, ["a = ", "b = "]),
+        (convolution, ["a = ", "b = "]),
         (branches, ["a = ", "b = "]),
         (count, ["b = "]),
         (schedule, ["b = jnp"]),
