@@ -179,10 +179,11 @@ class _Search(Forward[Origin]):
             is_in_half = is_narrow(var) and (keeps or not is_literal(var))
             if cast and is_in_half and operand.edits != {cast}:
                 left[position] = cast
-        self.ties.of_casts(equation, operands, left)
+        left_out = casts._replace(operands=left)
+        self.ties.of_casts(equation, operands, left_out)
         if keeps:
-            self.ties.of_operands(equation, operands, left)
-        return casts._replace(operands=left)
+            self.ties.of_operands(equation, operands, left_out)
+        return left_out
 
     def _as_in_forward(self, equation: Equation, sources: Sources, stage: Stage, line: str) -> Sources:
         """Returns the sources of a half result; in a backward pass those of the operation on its line."""
@@ -284,9 +285,8 @@ def _edit(equation: Equation, left_out: Casts) -> Sources:
     """Returns the casts of the operands that JAX left out, as one edit."""
     if not left_out.operands:
         return frozenset()
-    lines = tuple(left_out.operands.values())
     dtype = next(var.aval.dtype.name for var in equation.invars if is_narrow(var))
-    return frozenset({Module(" and ".join(lines), "", lines, casts=dtype)})
+    return frozenset({Module(left_out.edit, "", left_out.lines, casts=dtype)})
 
 
 def _forward_operations(jaxpr: Jaxpr) -> Iterator[Equation]:

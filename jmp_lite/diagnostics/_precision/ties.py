@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ..._jaxpr import Equation, inner_jaxprs, is_of_lax
+from .._values.casts import Casts
 from .._values.reference import is_narrow
 from .._values.sites import line_of
 from .origins import Origin
@@ -53,19 +54,16 @@ class Ties:
         # By the name of a source, the loops whose half carries come from it and start from numbers alone.
         self.carried: dict[str, dict[str, None]] = collections.defaultdict(dict)
 
-    def of_operands(
-        self, equation: Equation, operands: Sequence[Origin], left_out: Mapping[int, str]
-    ) -> None:
-        """Notes that the half operands of an equation have one dtype; `left_out` are casts of operands."""
-        joint = " and ".join(left_out.values())
+    def of_operands(self, equation: Equation, operands: Sequence[Origin], left_out: Casts) -> None:
+        """Notes that the half operands of an equation have one dtype, but for casts that JAX left out."""
         values = {n: operands[n].edits for n, var in enumerate(equation.invars) if is_narrow(var)}
-        self._add((values | {n: frozenset({joint, cast}) for n, cast in left_out.items()}).values())
+        own = {n: frozenset({left_out.edit, cast}) for n, cast in left_out.operands.items()}
+        self._add((values | own).values())
 
-    def of_casts(self, equation: Equation, operands: Sequence[Origin], left_out: Mapping[int, str]) -> None:
+    def of_casts(self, equation: Equation, operands: Sequence[Origin], left_out: Casts) -> None:
         """Notes the casts that round a gradient where the backward pass has no equation that does so."""
-        joint = " and ".join(left_out.values())
-        for n, cast in left_out.items():
-            own, edits = frozenset({joint, cast}), operands[n].edits
+        for n, cast in left_out.operands.items():
+            own, edits = frozenset({left_out.edit, cast}), operands[n].edits
             # A cast to float32 in its place has a gradient in half, as long as its operand is in half.
             self._needs[own, edits] = None
             # The gradient of a sum is that of its result: left in the program, such a cast rounds it.

@@ -29,6 +29,16 @@ class Casts(NamedTuple):
     operands: dict[int, str]  # By the position of the operand that is cast.
     of_result: tuple[str, ...]  # Those of the result, or of the name that it is assigned to.
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines of the casts of operands."""
+        return tuple(dict.fromkeys(self.operands.values()))
+
+    @property
+    def edit(self) -> str:
+        """The name of the edit of these lines."""
+        return " and ".join(self.lines)
+
     def without(self, lines: Collection[str]) -> "Casts":
         """Returns the casts but for those on some lines."""
         operands = {position: line for position, line in self.operands.items() if line not in lines}
@@ -90,12 +100,15 @@ def constants_at(line: str, primitive: str) -> list[str]:
 
 def _leaves(source: Source, node: ast.expr) -> Iterator[ast.expr]:
     """Yields the leaves of a tree that an expression or its name stands for."""
-    value = _values(source, node)[0] if isinstance(node, ast.Name) and _values(source, node) else node
-    children = value.values if isinstance(value, ast.Dict) else getattr(value, "elts", None)
-    if children is None:
-        yield node
-    for child in children or ():
-        yield from _leaves(source, child)
+    values: Sequence[ast.expr] = _values(source, node) if isinstance(node, ast.Name) else ()
+    is_tree = len(values) == 1 and isinstance(values[0], (ast.Tuple, ast.List, ast.Dict))
+    yield from _flat(values[0] if is_tree else node)
+
+
+def _flat(node: ast.expr) -> Iterator[ast.expr]:
+    children = node.values if isinstance(node, ast.Dict) else getattr(node, "elts", [node])
+    for child in children:
+        yield from [child] if child is node else _flat(child)
 
 
 def _values(source: Source, node: ast.Name) -> Sequence[ast.expr]:
@@ -222,13 +235,10 @@ def _by_a_function(source: Source, call: ast.Call) -> Cast | None:
     value = source.returned_alone(functions[0]) if len(functions) == 1 else None
     if not isinstance(value, ast.Call) or not source.makes_half(value):
         return None
-    converted, parameters = (
-        _converted(value),
-        [arg.arg for arg in functions[0].args.args if arg.arg != "self"],
-    )
-    name = converted.id if isinstance(converted, ast.Name) else ""
-    arguments = dict(zip(parameters, call.args))
-    return Cast(value, arguments[name]) if name in arguments else None
+    parameters = (arg.arg for arg in functions[0].args.args if arg.arg != "self")
+    arguments, converted = dict(zip(parameters, call.args)), _converted(value)
+    operand = arguments.get(converted.id) if isinstance(converted, ast.Name) else None
+    return Cast(value, operand) if operand is not None else None
 
 
 def _converted(call: ast.Call) -> ast.expr | None:

@@ -173,3 +173,13 @@ def test_a_carry_whose_start_is_not_found_in_the_source_is_an_edit_in_words():
     assert re.fullmatch(
         r"start the carry in float32 for the loop on line \S+test_ties.py:\d+:11", trial.change
     )
+
+
+def test_a_name_that_is_assigned_a_tree_with_itself_is_read_once():
+    def fun(x):
+        carry = jnp.zeros((), dtype=F16)
+        carry = (carry, x)
+        body = lambda c, u: ((c[0] + 2000, c[1]), 1e4 * u)
+        return lax.scan(body, carry, x.astype(F16).repeat(20, 0))[0][0]
+
+    assert find_nonfinite(lambda x: jnp.sum(x * fun(x).astype(F32)))(X).remedies[0].helps
