@@ -49,6 +49,7 @@ OPERATIONS = {
     "scan_of_halves": "lax.scan(lambda c, u: ((c + u.astype(F32)).astype(F16), None), x[0].astype(F16), z)"
     "[0]",
     "fori_loop": "lax.fori_loop(0, 2, lambda i, c: (0.5 * c).astype(F16), z)",
+    "scalar_carry": "z * lax.fori_loop(0, 3, lambda i, c: c * 1.5, jnp.ones((), dtype=F16))",
     "cond": "lax.cond(x[0, 0] < 9, lambda: z, lambda: jnp.full(z.shape, 2.0, F16))",
 }
 HALVES = {

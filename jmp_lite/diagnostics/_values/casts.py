@@ -100,9 +100,9 @@ def constants_at(line: str, primitive: str) -> list[str]:
 
 def _leaves(source: Source, node: ast.expr) -> Iterator[ast.expr]:
     """Yields the leaves of a tree that an expression or its name stands for."""
-    values: Sequence[ast.expr] = _values(source, node) if isinstance(node, ast.Name) else ()
-    is_tree = len(values) == 1 and isinstance(values[0], (ast.Tuple, ast.List, ast.Dict))
-    yield from _flat(values[0] if is_tree else node)
+    values = list(_values(source, node)) if isinstance(node, ast.Name) else []
+    trees = [value for value in values if isinstance(value, (ast.Tuple, ast.List, ast.Dict))]
+    yield from _flat(trees[0] if len(values) == len(trees) == 1 else node)
 
 
 def _flat(node: ast.expr) -> Iterator[ast.expr]:
