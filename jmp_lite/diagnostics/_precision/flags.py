@@ -81,8 +81,10 @@ class FlaggedProgram:
         # One switch for each set of flags that occurs, so that an equation reads one boolean.
         self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
 
-        casts = sums_of_gradients(self._program.jaxpr)
-        sums = {key: flags for key, cast in casts.items() if (flags := flags_of(cast)) is not None}
+        # Under autocast, each reader in half casts a value by itself.
+        is_own = self.rules.dtype == jnp.float32
+        casts = sums_of_gradients(self._program.jaxpr).items() if is_own else ()
+        sums = {key: flags for key, cast in casts if (flags := flags_of(cast)) is not None}
 
         def switched(arrays: Sequence[Array], is_on: Array) -> list[Array]:
             is_flag_on = {flags: is_on[index] for index, flags in enumerate(self._sets)}
