@@ -204,18 +204,23 @@ def _of_states(runs: Runs, wrong: Sequence[Wrong]) -> Finding:
     """Returns what some steps in half get wrong, and what mends it."""
     worst, *others = wrong
     names = [each.name for each in others]
-    is_parameter = worst.name in runs.program.parameters
     also = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
-    kept = _helpful(runs)
-    advice = [f"To mend it: {words_for(runs, kept)}. Then it trains as in float32 {ON}."] if kept else []
-    advice += runs.program.rounded_to_one({line for edit in kept for line in edit.lines}) if kept else ()
+    where = f"Also lost or off: {also}." if also else ""
+    return Finding("accuracy", worst.what, where, " ".join(_advice(runs, worst, _helpful(runs))))
+
+
+def _advice(runs: Runs, worst: Wrong, kept: Sequence[Module]) -> Iterator[str]:
+    """Yields what mends the worst result of some steps in half, of which `kept` are the edits, if any."""
+    is_parameter = worst.name in runs.program.parameters
+    if kept:
+        yield f"To mend it: {words_for(runs, kept)}. Then it trains as in float32 {ON}."
+        yield from runs.program.rounded_to_one({line for edit in kept for line in edit.lines})
     if worst.in_half and is_parameter:
-        advice += [f"{'Or round' if kept else 'Round'} it with {MEMORY}."]
+        yield f"{'Or round' if kept else 'Round'} it with {MEMORY}."
     elif worst.in_half and not kept:
-        advice += ["Keep it in float32."]
+        yield "Keep it in float32."
     elif (is_parameter or not kept) and _may_be_unscaled(runs, worst, kept):
-        advice += [_UNSCALED]
-    return Finding("accuracy", worst.what, f"Also lost or off: {also}." if also else "", " ".join(advice))
+        yield _UNSCALED
 
 
 def _may_be_unscaled(runs: Runs, worst: Wrong, kept: Sequence[Module]) -> bool:

@@ -17,7 +17,7 @@ from jax import lax
 
 import jmp_lite as jmp
 from jmp_lite.diagnostics import find_nonfinite
-from tests.support.edits import widened
+from tests.support.edits import error, vector, widened
 
 F16, F32 = jnp.float16, jnp.float32
 LAYERS = [
@@ -95,15 +95,6 @@ class Program:
         else:
             value, grads = jax.jit(jmp.value_and_grad(loss, loss_scale=loss_scale))(*self.args)
         return float(value), vector(grads)
-
-
-def vector(tree):
-    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
-
-
-def error(found, exact):
-    norm = np.linalg.norm
-    return np.maximum(abs(found[0] - exact[0]) / abs(exact[0]), norm(found[1] - exact[1]) / norm(exact[1]))
 
 
 @pytest.mark.cases(slow=4)

@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 
 from jmp_lite.diagnostics import find_nonfinite
-from tests.support.edits import widened
+from tests.support.edits import error, vector, widened
 
 F16, F32 = jnp.float16, jnp.float32
 LAYERS = {
@@ -165,15 +165,6 @@ class Program:
 def _dedented(text):
     lines = text.strip("\n").rstrip().split("\n")
     return "".join(f"{line[8:]}\n" for line in lines)
-
-
-def vector(tree):
-    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
-
-
-def error(found, exact):
-    norm = np.linalg.norm
-    return np.maximum(abs(found[0] - exact[0]) / abs(exact[0]), norm(found[1] - exact[1]) / norm(exact[1]))
 
 
 @pytest.mark.cases(slow=4)

@@ -14,13 +14,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
 from jmp_lite.diagnostics import find_nonfinite
 from tests.support.broken.remedies import cast
-from tests.support.edits import widened
+from tests.support.edits import error, vector, widened
 
 F16, F32 = jnp.float16, jnp.float32
 OPERATIONS = {
@@ -133,16 +132,6 @@ def outputs(functions, args, is_step):
         return float(value), vector(jax.tree.map(jnp.subtract, new, args[0]))
     value, grads = jax.jit(jax.value_and_grad(loss))(*args)
     return float(value), vector(grads)
-
-
-def vector(tree):
-    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
-
-
-def error(found, exact):
-    norm = np.linalg.norm
-    # A program whose half values are all arguments has no gradient.
-    return max(abs(found[0] - exact[0]) / abs(exact[0]), norm(found[1] - exact[1]) / (norm(exact[1]) or 1))
 
 
 @pytest.mark.cases(slow=4)

@@ -1,7 +1,10 @@
-"""Writes into a source what a report says that mends it."""
+"""Writes into a source what a report says that mends it, and compares what the sources compute."""
 
 import ast
 import re
+
+import jax
+import numpy as np
 
 
 def widened(source, words, half=("F16", "BF16", "H")):
@@ -25,3 +28,15 @@ def widened(source, words, half=("F16", "BF16", "H")):
         lines[row - 1] = f"{lines[row - 1][:start]}F32{lines[row - 1][end:]}"
     assert found == places, f"No call makes half values at {places - found}:\n{source}"
     return "".join(lines)
+
+
+def vector(tree):
+    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+
+
+def error(found, exact):
+    """The larger relative error of a loss and of a vector of gradients; NaN if one of them is."""
+    norm = np.linalg.norm
+    # A program whose half values are all arguments has no gradient.
+    of_gradients = norm(found[1] - exact[1]) / (norm(exact[1]) or 1)
+    return np.maximum(abs(found[0] - exact[0]) / abs(exact[0]), of_gradients)

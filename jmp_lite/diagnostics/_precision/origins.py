@@ -16,11 +16,11 @@ from .._values.source import makes_half
 from .modules import Module, is_of_library
 
 Sources: TypeAlias = frozenset[Module]
-"""Edits of which each one alone makes a half value float32."""
+"""Edits: any one of them makes a half value float32."""
 
 LIBRARY = Module("a library", "")
 NONE = Module("no source", "")
-"""For zeros in half, and casts that JAX makes: they have the dtype of what they meet."""
+"""The source of zeros in half and of casts by JAX itself, whose dtype follows that of another value."""
 
 
 class Stage(enum.Enum):
@@ -41,7 +41,7 @@ class Origin(NamedTuple):
 
     @property
     def edits(self) -> frozenset[str]:
-        """The names of the edits that make a half value float32; none if it adapts to what it meets."""
+        """The names of the edits that make a half value float32; empty if its dtype follows another value."""
         own = self.sources - {NONE, LIBRARY}
         return frozenset(source.name for source in own if not source.autocast)
 
@@ -68,7 +68,7 @@ def widens(equation: Equation) -> bool:
 
 def of_cast(equation: Equation, line: str, is_fixed: bool) -> Sources:
     """Returns an operation that makes half values of others as their source; none if it is of a library."""
-    # Numbers alone, as those of `jnp.zeros_like` and `jnp.pad`, have the dtype of what they are like.
+    # The numbers of `jnp.zeros_like` and `jnp.pad` have the dtype of the array that these functions take.
     if is_fixed and not makes_half(line):
         return frozenset({NONE})
     if is_by_autocast(equation) and not makes_half(line):

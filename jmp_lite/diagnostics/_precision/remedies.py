@@ -26,30 +26,42 @@ def few_edits(
     `of_gradients`: whether the error may be that of a backward pass.
     """
 
-    def completed(edits):
-        return runs.program.completed(edits, of_gradients)
-
-    def is_enough(kept):
-        own = completed(kept)
-        return own is not None and error(own) <= tolerance
-
-    def needed_by(edit):
-        return len(completed([edit]) or runs.program.edits)
-
-    def least(kept):
-        # An edit that others need may be enough without them.
-        own = completed(fewest(kept, is_enough) or ())
-        return own and completed(fewest(sorted(own, key=needed_by), is_enough) or own)
-
-    for kept in (*([edit] for edit in sorted(near, key=needed_by)), near):
-        if kept and is_enough(kept):
-            return least(kept)
+    search = _Search(runs, error, tolerance, of_gradients)
+    for kept in (*([edit] for edit in sorted(near, key=search.size)), near):
+        if kept and search.is_enough(kept):
+            return search.least(kept)
     edits = sorted(runs.program.edits, key=lambda edit: edit.name)
     if len(edits) > MOST_EDITS:
-        return completed(edits) if is_enough(edits) else None
-    edits = [edit for edit in edits if completed([edit]) is not None]
+        return search.completed(edits) if search.is_enough(edits) else None
+    edits = [edit for edit in edits if search.completed([edit]) is not None]
     without = {edit: error([other for other in edits if other is not edit]) for edit in edits}
-    return least(sorted(edits, key=lambda edit: without[edit], reverse=True)) or None
+    return search.least(sorted(edits, key=lambda edit: without[edit], reverse=True)) or None
+
+
+@dataclasses.dataclass
+class _Search:
+    """A search among the edits of a program, each with those that it needs."""
+
+    runs: Runs
+    error: Callable[[Sequence[Module]], Any]
+    tolerance: Any
+    of_gradients: bool
+
+    def completed(self, edits: Sequence[Module]) -> tuple[Module, ...] | None:
+        return self.runs.program.completed(edits, self.of_gradients)
+
+    def is_enough(self, edits: Sequence[Module]) -> bool:
+        own = self.completed(edits)
+        return own is not None and self.error(own) <= self.tolerance
+
+    def size(self, edit: Module) -> int:
+        """Returns how many edits there are with those that one needs."""
+        return len(self.completed([edit]) or self.runs.program.edits)
+
+    def least(self, edits: Sequence[Module]) -> tuple[Module, ...] | None:
+        """Returns edits of which none can be left out; an edit that others need may be enough alone."""
+        own = self.completed(fewest(edits, self.is_enough) or ())
+        return own and self.completed(fewest(sorted(own, key=self.size), self.is_enough) or own)
 
 
 def words_for(runs: Runs, kept: Sequence[Module]) -> str:

@@ -59,7 +59,7 @@ def sources_of(
     # its parameters.
     of_library = frozenset(source for source in every if source.is_argument and is_step)
 
-    # A line may convert arrays and numbers, of which the dtype is not known.
+    # A line may convert an array and a number. Only the array tells to which dtype.
     dtypes = {source.name: source.casts for source in every if source.casts != _UNKNOWN}
 
     def with_lines(source: Module) -> Module:
@@ -130,8 +130,7 @@ class _Search(Forward[Origin]):
         return [origin._replace(sources=named.get(n, origin.sources)) for n, origin in enumerate(operands)]
 
     def _origins(self, equation: Equation, operands: list[Origin]) -> list[Origin]:
-        # A function that JAX jits, such as `jax.nn.one_hot`, has no line of its own: that of its call counts.
-        line = next(filter(None, map(line_of, (equation, *reversed(self.calls)))), "")
+        line = self._line(equation)
         is_half = gives_half(equation)
         stage = self._stage(equation)
         operands = self._across_gradient(equation, operands, stage, line)
@@ -153,6 +152,10 @@ class _Search(Forward[Origin]):
             self._note_after(sources, casts.of_result)
         return [Origin(sources, own, is_fixed, stage) for own in lines]
 
+    def _line(self, equation: Equation) -> str:
+        # A function that JAX jits, such as `jax.nn.one_hot`, has no line of its own: that of its call counts.
+        return next(filter(None, map(line_of, (equation, *reversed(self.calls)))), "")
+
     def _taken(self, operands: Sequence[Origin], line: str) -> Sources:
         """Returns what the operands of an operation come from."""
         # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
@@ -171,7 +174,7 @@ class _Search(Forward[Origin]):
         if stage is Stage.BACKWARD or not any(map(is_narrow, (*equation.invars, *equation.outvars))):
             return _NO_CASTS
         casts = _NO_CASTS if is_of_library(line) else self._casts_of(equation, operands, line)
-        # A number adapts to what it meets, but for one in a function that does not promote.
+        # JAX promotes a number to the dtype of the other operand, except in a function that does not promote.
         keeps = keeps_dtypes(equation) and not self._layer_of(equation)
         left = dict[int, str]()
         for position, (var, operand) in enumerate(zip(equation.invars, operands)):

@@ -14,7 +14,7 @@ from .._values.sites import line_of
 from .origins import Origin
 
 Tie: TypeAlias = tuple[frozenset[str], ...]
-"""Half values that have one dtype, each with the names of the edits of which one makes it float32."""
+"""Half values that must share a dtype: for each, the names of the edits of which one makes it float32."""
 
 
 class Constraints(NamedTuple):
@@ -35,7 +35,7 @@ class Constraints(NamedTuple):
         return done
 
     def _missing(self, edits: Collection[str], of_gradients: bool) -> Iterator[frozenset[str]]:
-        """Yields sets of names of which one is missing."""
+        """Yields the sets of edits of which none has been made, and one has to be."""
         for tie in self.ties:
             in_half = [names for names in tie if names.isdisjoint(edits)]
             if len(in_half) < len(tie):
@@ -77,7 +77,7 @@ class Ties:
         inner: Sequence[Sequence[Origin]],
         results: Sequence[Origin],
     ) -> None:
-        """Notes what has the dtype of a result: the first value of a carry and the next, or each branch."""
+        """Notes that the start of a carry and its next value share a dtype, or the results of branches."""
         name, body = equation.primitive.name, inner_jaxprs(equation)[-1]
         for n, var in enumerate(equation.outvars):
             if is_narrow(var) and name == "cond":
