@@ -27,6 +27,7 @@ from ..._jaxpr import (
     flags_of,
     inner_jaxprs,
     is_float32,
+    only_own_precisions,
     traits_of,
     with_equations,
     with_inner_jaxprs,
@@ -63,9 +64,7 @@ class FlaggedProgram:
         self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
         for operation, own in zip(self.operations, flags, strict=True):
             self._flags_by_line[operation.source] |= own
-        # By default a GPU runs float32 products in TF32, whose error is that of float16:
-        # https://github.com/jax-ml/jax/issues/12008.
-        with jax.default_matmul_precision("highest"):
+        with only_own_precisions():  # The reference gives all others the highest one.
             jaxpr = _with_flags(case.traced.jaxpr, iter(flags))
             planner, plan = make_plan(dataclasses.replace(case.traced, jaxpr=jaxpr), self.rules)
             self._program = case.program_of(lambda arrays: run(planner, plan, arrays, _Interpreter))
@@ -278,7 +277,17 @@ def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
 
 
 class _Interpreter(Interpreter):
-    """Keeps the casts of literals in the program, so that flags switch them."""
+    """Keeps the casts of literals and of half values in the program, so that flags switch them."""
+
+    def _bind(self, equation: Equation, action: Any, operands: list[Value]) -> list[Value]:
+        results = super()._bind(equation, action, operands)
+        dtype = equation.params.get("new_dtype")
+        if dtype not in HALF_DTYPES or operands[0].native.dtype != dtype:
+            return results
+        # autocast has made the value in half already, so JAX drops this cast of the program. A rule for
+        # float32 would bring it back.
+        digits = jnp.finfo(dtype)
+        return [Value(lax.reduce_precision(value.native, digits.nexp, digits.nmant)) for value in results]
 
     def _literal(self, var: Var) -> Value:
         return _Number(np.asarray(var.val, np.float32)) if is_float32(var) else super()._literal(var)

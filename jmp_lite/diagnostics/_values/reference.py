@@ -168,11 +168,12 @@ class Reference:
         name, arrays = equation.primitive.name, [value.array for value in operands]
         is_cast = name == "convert_element_type"
         if name == "reduce_precision" and equation.params["mantissa_bits"] in _DIGITS:
-            return [ReferenceValue(self._choose(flags, bind(equation, arrays)[0], arrays[0]), flags)]
+            rounded = self._widened(_as_written(equation, arrays)[0])
+            return [ReferenceValue(self._choose(flags, rounded, arrays[0]), flags)]
         if is_cast and _is_number(operands[0]) and is_narrow(equation.outvars[0]):
             return [ReferenceValue(np.asarray(arrays[0], self._wide))]  # Each of its readers rounds it.
         if not any(map(is_narrow, (*equation.invars, *equation.outvars))):
-            return list(map(ReferenceValue, bind(equation, arrays)))
+            return list(map(ReferenceValue, bind(equation, arrays, **self._wide_params(equation))))
         if name in _PRODUCTS:
             return self._product(equation, operands, flags)
         # An operation that is not in the table may not exist in float32: it runs as written.
@@ -216,10 +217,10 @@ class Reference:
 
     def _wide_params(self, equation: Equation) -> dict[str, Any]:
         """Returns the parameters of an equation that change when its operands and results are float32."""
-        changed: dict[str, Any] = {}
-        for name, value in equation.params.items():
+        name, changed = equation.primitive.name, dict[str, Any]()
+        for key, value in equation.params.items():
             if isinstance(value, np.dtype) and value in NARROW:
-                changed[name] = self._wide
+                changed[key] = self._wide
             elif hasattr(open_jaxpr(value), "eqns"):  # The sum of a `reduce`, of a scatter.
 
                 def wide_dtype(var):
@@ -228,9 +229,11 @@ class Reference:
                 inputs = open_jaxpr(value).invars
                 shapes = [jax.ShapeDtypeStruct(var.aval.shape, wide_dtype(var)) for var in inputs]
                 wide = jax.make_jaxpr(lambda *arrays, value=value: self.run(value, arrays))(*shapes)
-                changed[name] = wide if hasattr(value, "consts") else open_jaxpr(wide)
-        if any(map(is_narrow, equation.invars)) and equation.params.get("precision", 0) != 0:
-            # A product that the program has in half. By default a GPU would run its float32 operands in TF32:
+                changed[key] = wide if hasattr(value, "consts") else open_jaxpr(wide)
+        if name in _PRODUCTS and (
+            equation.params["precision"] is None or any(map(is_narrow, equation.invars))
+        ):
+            # By default a GPU runs float32 products in TF32, whose error is that of float16:
             # https://github.com/jax-ml/jax/issues/12008.
             changed["precision"] = (lax.Precision.HIGHEST,) * 2
         return changed

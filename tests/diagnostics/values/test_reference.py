@@ -111,6 +111,17 @@ def test_the_result_of_a_product_is_rounded_before_the_next_product_takes_it():
     assert run(closed, (x,), True)[0] == 0  # 2049 is 2048 in float16.
 
 
+def test_products_have_the_highest_precision_but_for_one_that_the_program_gives_to_float32():
+    def fun(w, x):
+        h = x.astype(jnp.float16) @ w.astype(jnp.float16)  # Its float32 operands would be TF32 on a GPU.
+        return jnp.dot(jnp.dot(h.astype(jnp.float32), w), w, precision="high")
+
+    jaxpr = jax.make_jaxpr(fun)(W, X)
+    ran = jax.make_jaxpr(lambda *arrays: Reference({}).run(jaxpr, arrays))(W, X)
+    precisions = [each.params["precision"] for each in equations(ran) if each.primitive.name == "dot_general"]
+    assert precisions == [(lax.Precision.HIGHEST,) * 2] * 2 + [(lax.Precision.HIGH,) * 2]
+
+
 def test_values_of_the_bits_stay():
     def bits(x):
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16) + jnp.uint16(1), jnp.float16)
