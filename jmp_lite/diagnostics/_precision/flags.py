@@ -38,8 +38,9 @@ from .._values.reference import Flags, Reference, flags_in, has_value, is_narrow
 from .._values.sites import NARROW
 from .._values.sums import sums_of_gradients
 from .._values.trace import EVERY_CAST
-from .modules import Module, cast_modules, is_in_half, is_of_library, own_modules, scopes_for
+from .modules import Module, cast_modules, has_more_half, is_of_library, own_modules, scopes_for
 from .sources import sources_of
+from .ties import Tie
 
 _Members: TypeAlias = dict[Module, set[int]]
 """Modules or sources, each with the indexes of its operations."""
@@ -142,9 +143,9 @@ class FlaggedProgram:
 
     def completed(self, kept: Iterable[Module], of_gradients: bool) -> tuple[Module, ...] | None:
         """Returns edits with those that they need, for right gradients as well; None if there are none."""
-        named = {edit.name: edit for edit in self.edits}
-        names = self._constraints.completed({edit.name for edit in kept}, named, of_gradients)
-        return None if names is None else tuple(edit for name, edit in named.items() if name in names)
+        keyed = {edit.key: edit for edit in self.edits}
+        keys = self._constraints.completed({edit.key for edit in kept}, keyed, of_gradients)
+        return None if keys is None else tuple(edit for key, edit in keyed.items() if key in keys)
 
     def groups_on(self, line: str) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""
@@ -211,13 +212,19 @@ class FlaggedProgram:
         own, sources = self._own_groups(parameters, around)
         of_program = set[int]().union(*own.values())
         pairs = list(zip(self.operations, self._case.before, strict=True))
-        products = [now for now, before in pairs if now.on_tensor_cores and not before.in_half]
-        cast = cast_modules(products, parameters, around)
+        is_under_autocast = self.rules.dtype != jnp.float32
+        products = [n for n, (now, _) in enumerate(pairs) if is_under_autocast and now.on_tensor_cores]
+        selected = cast_modules([self.operations[n] for n in products], parameters, around)
+        cast = list(dict.fromkeys(filter(None, selected)))
         # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
-        is_cast = [is_in_half(now) and not is_in_half(before) for now, before in pairs]
-        by_autocast = {n for n, each in enumerate(is_cast) if each} - of_program
+        by_autocast = {n for n, pair in enumerate(pairs) if has_more_half(*pair)} - of_program
         modules = {module: kept & by_autocast for module, kept in zip(cast, self._kept_by_rules(cast))}
-        modules.update(zip(_renamed([*own], cast), own.values()))
+        own = dict(zip(_renamed([*own], cast), own.values()))
+        rules = {n: frozenset({module.key} if module else ()) for n, module in zip(products, selected)}
+        needs = list(dict.fromkeys(_rules_needed(own | sources, rules, cast)))
+        self._constraints = self._constraints._replace(rules=needs)
+        sources |= {module: members for module, members in modules.items() if not members}
+        modules = {module: members for module, members in modules.items() if members} | own
         return modules, sources, of_program | by_autocast
 
     def _own_groups(self, parameters: Sequence[str], around: str) -> tuple[_Members, _Members]:
@@ -274,6 +281,19 @@ def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
         return dataclasses.replace(part, name=f"{part.name} (its own casts)")
 
     return [rename(part) if part.name in names else part for part in own]
+
+
+def _rules_needed(own: _Members, rules: dict[int, frozenset[str]], cast: Sequence[Module]) -> Iterator[Tie]:
+    """Yields which edit needs which other one under autocast; `rules` has the rule that selects a product."""
+    # In float32, a half product of the program is one that autocast casts, if no rule selects it.
+    for edit, members in own.items():
+        if edit.is_edit:
+            yield from ((frozenset({edit.key}), rules[n]) for n in members if n in rules)
+    # A rule selects an argument that is passed in float32.
+    given = {edit.name: edit.key for edit in own if edit.is_argument}
+    for module in cast:
+        if (argument := module.name.partition("/")[0]) in given:
+            yield frozenset({module.key}), frozenset({given[argument]})
 
 
 class _Interpreter(Interpreter):

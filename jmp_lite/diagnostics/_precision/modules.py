@@ -39,23 +39,33 @@ class Module:
         return self.name or "/"
 
     @property
+    def key(self) -> str:
+        """What tells an edit from the others. An argument in half may have the name of a scope."""
+        return self.pattern or self.name
+
+    @property
     def is_edit(self) -> bool:
         """Whether a user can write what it takes to compute the module, and nothing else, in float32."""
         edits = self.pattern, self.policy, self.layer, self.casts, self.autocast
         return any((*edits, self.is_argument, self.is_gradient, self.carries))
 
 
-def is_in_half(operation: AutocastOperation) -> bool:
-    """Whether an operation takes or returns half values, or rounds to few digits."""
-    return gives_half(operation) or any(map(is_narrow, operation.operands))
+def has_more_half(now: AutocastOperation, before: AutocastOperation) -> bool:
+    """Whether autocast has an operand or a result of an operation in half that the program has not."""
+    # A product of the program may have one operand in half, and the other one in float32.
+    pairs = zip((*now.operands, *now.results), (*before.operands, *before.results), strict=True)
+    return any(is_narrow(value) and not is_narrow(own) for value, own in pairs)
 
 
 def cast_modules(
     products: Sequence[AutocastOperation], parameters: Sequence[str], around: str
-) -> list[Module]:
-    """Returns the modules of the products that autocast casts to half; `around` as in `own_modules`."""
-    names = dict.fromkeys(_names(products, parameters, around))
-    return [Module(name, f"/{glob.escape(name)}") for name in names if name]
+) -> list[Module | None]:
+    """Returns the module of each product, which a rule of autocast selects; None if no rule does.
+
+    `around` is as in `own_modules`.
+    """
+    names = _names(products, parameters, around)
+    return [Module(name, f"/{glob.escape(name)}") if name else None for name in names]
 
 
 def own_modules(
@@ -117,11 +127,13 @@ def in_words(modules: Sequence[Module]) -> str:
 
 
 def _casts_in_words(modules: Sequence[Module]) -> list[str]:
-    casts: dict[str, set[str]] = collections.defaultdict(set)
+    named = {_place(line): module.casts for module in modules if module.casts for line in module.lines}
     for module in modules:
-        lines = (*(module.lines if module.casts else ()), *module.after)
-        if lines:
-            casts[module.casts or "half precision"].update(map(_place, lines))
+        for line in module.after:
+            named.setdefault(_place(line), module.casts or "half precision")
+    casts: dict[str, list[str]] = collections.defaultdict(list)
+    for line, dtype in named.items():
+        casts[dtype].append(line)
     words = [f"use float32 instead of {dtype} on {_places(lines)}" for dtype, lines in casts.items()]
     loops = {_place(line) for module in modules for line in module.carries}
     return [*words, f"start the carry in float32 for the loop on {_places(loops)}"] if loops else words

@@ -72,8 +72,8 @@ def words_for(runs: Runs, kept: Sequence[Module]) -> str:
 
 def rules_for(runs: Runs, kept: Sequence[Module]) -> dict[str, DTypeName]:
     """Returns the rules for some modules, with those of the function that still select something."""
-    rules, modules = runs.program.rules, runs.program.modules
-    scopes = scopes_for(kept, modules, runs.program.dtype.name)
+    rules, edits = runs.program.rules, runs.program.edits
+    scopes = scopes_for(kept, edits, runs.program.dtype.name)
     rules = dataclasses.replace(rules, scopes=(*scopes, *rules.scopes))
     operations = runs.program.operations
     paths = {path for operation in operations for path in (operation.scope, *operation.arguments)}

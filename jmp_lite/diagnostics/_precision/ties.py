@@ -22,6 +22,7 @@ class Constraints(NamedTuple):
 
     ties: Sequence[Tie] = ()
     needs: Sequence[Tie] = ()  # Pairs: an edit of the first needs one of the second, for right gradients.
+    rules: Sequence[Tie] = ()  # The same, also for a right loss: autocast casts what the first makes float32.
 
     def completed(
         self, edits: Collection[str], every: Collection[str], of_gradients: bool
@@ -40,7 +41,7 @@ class Constraints(NamedTuple):
             in_half = [names for names in tie if names.isdisjoint(edits)]
             if len(in_half) < len(tie):
                 yield from in_half
-        for first, second in self.needs if of_gradients else ():
+        for first, second in (*self.rules, *(self.needs if of_gradients else ())):
             if second.isdisjoint(edits) and not first.isdisjoint(edits):
                 yield second
 

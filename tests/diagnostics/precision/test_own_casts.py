@@ -11,7 +11,7 @@ from jax import lax
 
 import jmp_lite as jmp
 import jmp_lite.linen
-from jmp_lite.diagnostics import compare_precision, doctor
+from jmp_lite.diagnostics import compare_precision, doctor, find_nonfinite
 
 pytestmark = pytest.mark.slow  # On one Python: see .ci/run.
 
@@ -193,6 +193,59 @@ def test_a_function_of_autocast_with_casts_of_its_own_has_both():
     assert not np.array_equal(grads(HALF)["head"], exact["head"])
     jax.tree.map(np.testing.assert_array_equal, grads(jnp.float32), exact)
     assert all(bool(row.pattern) != bool(row.lines) for row in report.modules)
+
+
+def half_product_that_overflows(w, x, dtype=HALF):
+    y = x.astype(HALF) @ w.astype(dtype)
+    return jnp.mean(y.astype(jnp.float32) ** 2) * 1e-9
+
+
+def test_autocast_casts_a_half_product_whose_own_casts_are_left_out_unless_a_rule_selects_it():
+    w, x = 300 * jax.random.normal(jax.random.key(1), (16, 4)), 300 * X
+    exact = half_product_that_overflows(w, x, jnp.float32)
+    (trial, *_) = find_nonfinite(jmp.autocast(half_product_that_overflows, HALF))(w, x).remedies
+    assert dict(trial.rules) == {"/w": "float32"}
+    assert len(trial.lines) == 1  # One operand in float32 is enough.
+
+    def mended(w, x):
+        return half_product_that_overflows(w, x, jnp.float32)
+
+    assert jmp.autocast(mended, HALF, rules=trial.rules)(w, x) == pytest.approx(float(exact), rel=1e-6)
+    assert jmp.autocast(mended, HALF)(w, x) == np.inf
+
+
+def test_a_product_of_a_half_and_a_float32_operand_is_one_that_autocast_casts():
+    """No rule selects the second product: its weights are computed outside of all scopes."""
+
+    def loss(w, x):
+        with jax.named_scope("stem"):
+            y = (x @ w).astype(HALF)
+        return jnp.mean((y @ (w.T * 3e4)).astype(jnp.float32) ** 2) * 1e-9
+
+    w = jax.random.normal(jax.random.key(1), (16, 4))
+    assert jmp.autocast(loss, HALF)(w, X) == np.inf
+    tried = find_nonfinite(jmp.autocast(loss, HALF))(w, X).tried
+    assert [trial.dtype for trial in tried if trial.helps] == ["bfloat16"]
+
+
+def test_an_argument_in_half_needs_the_rule_of_its_name_too():
+    def loss(p, head, x):
+        with jax.named_scope("stem"):
+            y = jnp.tanh(x @ p)
+        return jnp.mean(((300 * y).astype(head.dtype) @ head).astype(jnp.float32) ** 2) * 1e-9
+
+    p, head = (
+        jax.random.normal(jax.random.key(1), (16, 8)),
+        300 * jax.random.normal(jax.random.key(2), (8, 4)),
+    )
+    head = head.astype(HALF)
+    (trial, *_) = find_nonfinite(jmp.autocast(loss, HALF))(p, head, X).remedies
+    assert trial.arguments == ("head",)
+    assert "/head" in trial.rules
+    head = head.astype(jnp.float32)
+    assert jmp.autocast(loss, HALF)(p, head, X) == np.inf
+    mended = jmp.autocast(loss, HALF, rules=trial.rules)(p, head, X)
+    assert mended == pytest.approx(float(loss(p, head, X)), rel=1e-2)
 
 
 def test_a_function_without_half_values_has_no_modules():
