@@ -187,8 +187,9 @@ class Trials:
         near = self.runs.program.groups_on(origin.site.line)
         # There are no edits in a backward rule of the user, whose casts have no flags.
         of_gradients = origin.direction != "forward"
+        program = self.runs.program
         kept = few_edits(self.runs, self._error, HARM, near, of_gradients)
-        if kept := kept or self.runs.program.edits:
+        if kept := kept or program.completed(program.edits, of_gradients):
             yield self._in_float32(kept)
         if self.runs.program.has_float16:
             yield self._trial("bfloat16 in place of float16", self.runs.in_bfloat16(), dtype="bfloat16")

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -220,10 +220,13 @@ class FlaggedProgram:
         by_autocast = {n for n, pair in enumerate(pairs) if has_more_half(*pair)} - of_program
         modules = {module: kept & by_autocast for module, kept in zip(cast, self._kept_by_rules(cast))}
         own = dict(zip(_renamed([*own], cast), own.values()))
-        rules = {n: frozenset({module.key} if module else ()) for n, module in zip(products, selected)}
+        rules = dict(zip(products, selected)) | self._found.autocast
         needs = list(dict.fromkeys(_rules_needed(own | sources, rules, cast)))
-        self._constraints = self._constraints._replace(rules=needs)
+        self._constraints = self._found.constraints._replace(rules=needs)
         sources |= {module: members for module, members in modules.items() if not members}
+        known = {source.key for source in sources}
+        scopes = (scope for scope in self._found.autocast.values() if scope.key not in known)
+        sources |= {scope: set[int]() for scope in scopes}
         modules = {module: members for module, members in modules.items() if members} | own
         return modules, sources, of_program | by_autocast
 
@@ -231,15 +234,16 @@ class FlaggedProgram:
         """Returns the modules of the program's own half values and the sources, each with its operations."""
         traced, before = self._case.traced, self._case.before
         numbers = lost_numbers(traced.jaxpr, self._case.numbers)
-        found, self._constraints = sources_of(traced, self.is_step, numbers)
-        own = [n for n, operation in enumerate(before) if gives_half(operation) or found[n]]
+        found = sources_of(traced, self.is_step, numbers)
+        own = [n for n, operation in enumerate(before) if gives_half(operation) or found.sources[n]]
         parts, owners = own_modules([before[n] for n in own], parameters, traced.names, around)
         # Layers of a library are found among the modules. What comes out of one comes from it alone, so the
         # sources are then found again.
         if layers := [part for part in parts if part.layer]:
-            found, self._constraints = sources_of(traced, self.is_step, numbers, layers)
-        every = sorted(frozenset[Module]().union(*found), key=lambda source: source.name)
-        sources = {source: {n for n in own if source in found[n]} for source in every}
+            found = sources_of(traced, self.is_step, numbers, layers)
+        self._found = found
+        every = sorted(frozenset[Module]().union(*found.sources), key=lambda source: source.name)
+        sources = {source: {n for n in own if source in found.sources[n]} for source in every}
         with_carries = {source.name: source for source in every if source.layer}
         parts = [with_carries.get(part.name, part) for part in parts]
         modules = {part: sources.pop(part, set[int]()) for part in parts}
@@ -283,12 +287,13 @@ def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
     return [rename(part) if part.name in names else part for part in own]
 
 
-def _rules_needed(own: _Members, rules: dict[int, frozenset[str]], cast: Sequence[Module]) -> Iterator[Tie]:
-    """Yields which edit needs which other one under autocast; `rules` has the rule that selects a product."""
+def _rules_needed(own: _Members, rules: Mapping[int, Module | None], cast: Sequence[Module]) -> Iterator[Tie]:
+    """Yields which edit needs which other one under autocast. `rules` has what selects a product, or None."""
     # In float32, a half product of the program is one that autocast casts, if no rule selects it.
     for edit, members in own.items():
         if edit.is_edit:
-            yield from ((frozenset({edit.key}), rules[n]) for n in members if n in rules)
+            found = (rules[n] for n in members if n in rules)
+            yield from ((frozenset({edit.key}), frozenset({rule.key} if rule else ())) for rule in found)
     # A rule selects an argument that is passed in float32.
     given = {edit.name: edit.key for edit in own if edit.is_argument}
     for module in cast:

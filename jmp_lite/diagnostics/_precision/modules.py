@@ -28,7 +28,7 @@ class Module:
     is_argument: bool = False  # Whether it is an argument in half, and all that is computed from it in half.
     after: tuple[str, ...] = ()  # The lines that cast what comes from it to half again, which JAX left out.
     carries: tuple[str, ...] = ()  # The lines of the loops whose half carries come from it.
-    autocast: str = ""  # The scope of the casts that an autocast inside of the function makes.
+    autocast: str = ""  # The scope, which a rule of an autocast inside of the function selects.
     is_gradient: bool = False  # Whether the edit casts the half gradients that its line computes with.
     # For half gradients, the names of the sources of the differentiated values: if one of these is half, so
     # are the gradients.
@@ -41,7 +41,7 @@ class Module:
     @property
     def key(self) -> str:
         """What tells an edit from the others. An argument in half may have the name of a scope."""
-        return self.pattern or self.name
+        return self.pattern or (f"/{self.autocast}" if self.autocast else self.name)
 
     @property
     def is_edit(self) -> bool:
@@ -121,8 +121,11 @@ def in_words(modules: Sequence[Module]) -> str:
     words += [f"pass these arguments in float32: {', '.join(arguments)}"] if arguments else []
     policies = ", ".join(f"{module.policy!r}: 'float32'" for module in modules if module.policy)
     words += [f"policy.with_rules({{{policies}}})"] if policies else []
-    scopes = ", ".join(f"'/{module.autocast}': 'float32'" for module in modules if module.autocast)
-    words += [f"rules={{{scopes}}} in the autocast inside"] if scopes else []
+    scopes = {f"{module.autocast}/" for module in modules if module.autocast}
+    # A rule selects the scopes inside of its own, and autocast refuses a rule that selects nothing more.
+    outer = [each for each in scopes if not any(each != other and each.startswith(other) for other in scopes)]
+    rules = ", ".join(f"'/{scope[:-1]}': 'float32'" for scope in sorted(outer))
+    words += [f"rules={{{rules}}} in the autocast inside"] if rules else []
     return "; ".join([*words, *(module.layer for module in modules if module.layer)])
 
 

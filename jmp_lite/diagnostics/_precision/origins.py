@@ -4,13 +4,7 @@ import enum
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
-from ..._jaxpr import (
-    Equation,
-    casting_line,
-    is_by_autocast,
-    scope_of,
-)
-from ..._paths import visible_scope
+from ..._jaxpr import Equation, casting_line
 from .._values.reference import is_narrow
 from .._values.source import makes_half
 from .modules import Module, is_of_library
@@ -66,14 +60,16 @@ def widens(equation: Equation) -> bool:
     return is_cast and not gives_half(equation)
 
 
-def of_cast(equation: Equation, line: str, is_fixed: bool) -> Sources:
-    """Returns an operation that makes half values of others as their source; none if it is of a library."""
+def of_cast(equation: Equation, line: str, is_fixed: bool, autocast: Module | None) -> Sources:
+    """Returns an operation that makes half values of others as their source; none if it is of a library.
+
+    `autocast` is the scope of an operation that an autocast runs.
+    """
     # The numbers of `jnp.zeros_like` and `jnp.pad` have the dtype of the array that these functions take.
     if is_fixed and not makes_half(line):
         return frozenset({NONE})
-    if is_by_autocast(equation) and not makes_half(line):
-        scope = visible_scope(scope_of(equation))
-        return frozenset({Module(scope or "autocast", "", (line,), autocast=scope)})
+    if autocast is not None and not makes_half(line):
+        return frozenset({autocast})
     line = casting_line(equation) or line
     if is_of_library(line):
         return frozenset({LIBRARY})

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from ..._autocast.report import has_floating
 from ..._jaxpr import (
@@ -18,6 +19,7 @@ from ..._jaxpr import (
     Jaxpr,
     call_scope,
     inner_jaxprs,
+    is_by_autocast,
     is_literal,
     is_of_gradient,
     is_transposed,
@@ -31,6 +33,7 @@ from .._values.casts import Casts, casts_around, constants_at
 from .._values.numbers import Numbers, written
 from .._values.reference import is_narrow
 from .._values.sites import line_of
+from .._values.source import names_half
 from .modules import Module, is_of_library
 from .origins import LIBRARY, NONE, Origin, Sources, Stage, both, gives_half, joined, of_cast, widens
 from .ties import Constraints, Ties, keeps_dtypes
@@ -39,10 +42,16 @@ _NO_CASTS = Casts({}, ())
 _UNKNOWN = "half precision"  # The dtype of a number that the source converts.
 
 
-def sources_of(
-    traced: Arguments, is_step: bool, numbers: Numbers, layers: Sequence[Module] = ()
-) -> tuple[list[Sources], Constraints]:
-    """Returns for each operation of a report what its half values come from, and which belong together.
+class Found(NamedTuple):
+    """The sources of a program. Operations are those of a report, by their index."""
+
+    sources: list[Sources]  # What the half values of each operation come from.
+    constraints: Constraints
+    autocast: dict[int, Module]  # Of a half product that an autocast inside of the program runs, its scope.
+
+
+def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Sequence[Module] = ()) -> Found:
+    """Returns what the half values of a program come from, and which of them belong together.
 
     An operation in float32 has sources if one of the `numbers` that it takes was converted to half. What one
     of the `layers` of a library gives comes from it alone: it casts whatever it takes to its own dtype.
@@ -81,7 +90,11 @@ def sources_of(
 
         return frozenset(map(with_lines, own))
 
-    return list(map(resolved, _operations(traced.jaxpr))), search.ties.with_casts(search.after)
+    operations = list(_operations(traced.jaxpr))
+    products = {
+        n: search.products[id(each)] for n, each in enumerate(operations) if id(each) in search.products
+    }
+    return Found(list(map(resolved, operations)), search.ties.with_casts(search.after), products)
 
 
 class _Search(Forward[Origin]):
@@ -102,6 +115,7 @@ class _Search(Forward[Origin]):
         self._of_line: dict[tuple[str, bool], Sources] = {}
         self.ties = Ties()
         self._results: dict[int, list[Origin]] = {}  # Of each jaxpr when it was last run.
+        self.products: dict[int, Module] = {}  # Of an autocast inside, by their ids: their scopes.
         self.rounding = set[int]()  # The ids of the equations that read gradients in half, and give float32.
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
@@ -165,6 +179,17 @@ class _Search(Forward[Origin]):
         for source in sources:
             self.after[source.name] |= dict.fromkeys(casts)
 
+    def _autocast_around(self, equation: Equation) -> Module | None:
+        """Returns the scope of an operation that an autocast inside runs; None for another one."""
+        if not any(map(is_by_autocast, (*self.calls, equation))):
+            return None
+        scope = self._scope(equation)
+        return Module(scope or "autocast", "", autocast=scope)
+
+    def _scope(self, equation: Equation) -> str:
+        around = functools.reduce(lambda scope, call: call_scope(scope_of(call, scope), call), self.calls, "")
+        return visible_scope(scope_of(equation, around))
+
     def _left_out(self, equation: Equation, operands: list[Origin], line: str, stage: Stage) -> Casts:
         """Returns the casts around an operation that JAX left out.
 
@@ -214,9 +239,14 @@ class _Search(Forward[Origin]):
             return any(is_literal(var) or operand.edits == {cast} for cast, var, operand in own)
 
         every = casts_around(line, equation.primitive.name)
-        every = [casts.without(self._widening) for casts in every]
+        # What an autocast inside has in half is float32 for its function, which may cast it to float32.
+        is_sure = names_half if self._autocast_around(equation) else self._is_no_widening
+        every = [casts.only(is_sure) for casts in every]
         found = every if len(every) < 2 else list(filter(is_known, every))
         return found[0] if len(found) == 1 else _NO_CASTS
+
+    def _is_no_widening(self, line: str) -> bool:
+        return line not in self._widening
 
     def _across_gradient(
         self, equation: Equation, operands: list[Origin], stage: Stage, line: str
@@ -254,10 +284,16 @@ class _Search(Forward[Origin]):
         # A cotangent has the dtype of the value whose gradient it is: what this line has cast to float32.
         if equation.primitive.name == "convert_element_type" and stage is Stage.BACKWARD:
             return self._widened[line] or frozenset({NONE})
+        autocast, is_of_jax = self._autocast_around(equation), stage is Stage.BACKWARD
+        is_product = traits_of(equation.primitive.name).category is Category.ALLOW
+        if autocast is not None and is_product and not is_of_jax:
+            self.products[id(equation)] = autocast
+            # It casts the operands of a product, whatever their dtypes, unless the program has cast them.
+            own = frozenset(source for source in sources if source.is_edit and not source.autocast)
+            return own or frozenset({autocast})
         if not sources:
             # JAX makes a cast for a gradient.
-            is_of_jax = stage is Stage.BACKWARD
-            sources = frozenset({NONE}) if is_of_jax else of_cast(equation, line, is_fixed)
+            sources = frozenset({NONE}) if is_of_jax else of_cast(equation, line, is_fixed, autocast)
             if NONE in sources and any(is_narrow(var) and is_literal(var) for var in equation.invars):
                 lines = constants_at(line, equation.primitive.name)
                 sources = frozenset(map(_half, lines)) or sources
@@ -274,8 +310,7 @@ class _Search(Forward[Origin]):
         """Returns the layer that an equation belongs to; empty if it is not in one."""
         if not self._layers:
             return frozenset()
-        around = functools.reduce(lambda scope, call: call_scope(scope_of(call, scope), call), self.calls, "")
-        scope = visible_scope(scope_of(equation, around))
+        scope = self._scope(equation)
         return frozenset(layer for layer in self._layers if f"{scope}/".startswith(f"{layer.name}/"))
 
 

@@ -7,7 +7,7 @@ left out, the others are casts as well. So where they are is read from the sourc
 import ast
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from .source import Source, assigned, expressions_at, operands_of
@@ -39,10 +39,10 @@ class Casts(NamedTuple):
         """The name of the edit of these lines."""
         return " and ".join(self.lines)
 
-    def without(self, lines: Collection[str]) -> "Casts":
-        """Returns the casts but for those on some lines."""
-        operands = {position: line for position, line in self.operands.items() if line not in lines}
-        return Casts(operands, tuple(line for line in self.of_result if line not in lines))
+    def only(self, is_kept: Callable[[str], bool]) -> "Casts":
+        """Returns the casts on the lines that are kept."""
+        operands = {position: line for position, line in self.operands.items() if is_kept(line)}
+        return Casts(operands, tuple(filter(is_kept, self.of_result)))
 
 
 def casts_around(line: str, primitive: str) -> Sequence[Casts]:

@@ -139,6 +139,13 @@ def makes_half(line: str) -> bool:
     return source is not None and any(source.makes_half(node) for node in nodes if isinstance(node, ast.Call))
 
 
+def names_half(line: str) -> bool:
+    """Whether such a call takes a dtype that is known to be half, which `self.dtype` is not."""
+    source, nodes = expressions_at(line)
+    operands = (each for node in nodes if isinstance(node, ast.Call) for each in operands_of(node))
+    return source is not None and any(map(source.is_half_dtype, operands))
+
+
 def expressions_at(line: str) -> tuple[Source | None, list[ast.AST]]:
     """Returns the source of a file, and the expressions that begin at `file.py:12:4 (function)`."""
     file, row, column = [*line.partition(" ")[0].split(":"), "", "0"][:3]
