@@ -200,6 +200,8 @@ class Diagnosis(Shown):
             return f"It has {LONG_LOOP}, {shortened(self.nonfinite.cut[0])}."
         if self._is_sound or self._runs.is_finite:
             return ""
+        if self._runs.failure is not None:
+            return f"XLA did not run it in float32: {str(self._runs.failure).partition(chr(10))[0]}"
         results = "results of the step" if self._is_step else "loss or its gradients"
         return f"The {results} are not finite in float32."
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jmp_lite.diagnostics import compare_precision, doctor, find_nonfinite, profile_ranges
+from jmp_lite.diagnostics._precision.flags import FlaggedProgram
 
 F16, F32 = jnp.float16, jnp.float32
 X, W = jnp.ones((3, 4)), jnp.eye(4)
@@ -123,3 +124,23 @@ def test_a_loop_that_counts_ends_in_half_too(waits):
     diagnosis = doctor(loss, device=None)(jnp.ones((4, 2)), jnp.ones((3, 4)), jnp.int32(3))
     assert {finding.severity for finding in diagnosis.findings} == {"speed"}
     assert diagnosis.skipped == {}
+
+
+def test_a_program_that_does_not_fit_into_memory_in_float32_has_a_page(monkeypatch):
+    def run(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nAllocator (GPU_0_bfc) ran out")
+
+    monkeypatch.setattr(FlaggedProgram, "run", run)
+    loss = lambda w, x: jnp.sum((x @ w).astype(jnp.float16) * 6e4)
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    page = doctor(loss, device=None)(w, x)
+    assert "inf from mul" in page.findings[0].what
+    assert page.nonfinite.tried == ()
+    assert page.nonfinite.is_finite_in_float32 is None
+    assert page.skipped["the values in half"] == (
+        "XLA did not run it in float32: RESOURCE_EXHAUSTED: Out of memory"
+    )
+    step = lambda w, x: w - 0.1 * jax.grad(loss)(w, x)
+    assert "XLA did not run it" in str(doctor(step, value_and_grad_fn=None, device=None)(w, x))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        compare_precision(loss)(w, x)

@@ -97,7 +97,7 @@ class Program:
         return float(value), vector(grads)
 
 
-@pytest.mark.cases(slow=4)
+@pytest.mark.cases(slow=10)
 @pytest.mark.parametrize("seed", range(300))
 def test_each_remedy_of_an_overflow_in_a_gradient_mends_it_at_its_place(seed):
     program = Program(seed)

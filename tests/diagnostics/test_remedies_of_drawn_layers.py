@@ -167,7 +167,7 @@ def _dedented(text):
     return "".join(f"{line[8:]}\n" for line in lines)
 
 
-@pytest.mark.cases(slow=4)
+@pytest.mark.cases(slow=8)
 @pytest.mark.parametrize("seed", range(300))
 def test_each_remedy_for_layers_mends_the_program_that_it_is_written_into(seed):
     program = Program(seed)

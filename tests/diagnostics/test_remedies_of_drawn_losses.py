@@ -83,7 +83,7 @@ class Loss:
         )
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=8)
 @pytest.mark.parametrize("seed", range(150))
 def test_each_remedy_of_a_loss_is_as_near_to_float32_as_the_page_says(seed):
     drawn = Loss(seed)

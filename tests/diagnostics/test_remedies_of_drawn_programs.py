@@ -134,7 +134,7 @@ def outputs(functions, args, is_step):
     return float(value), vector(grads)
 
 
-@pytest.mark.cases(slow=4)
+@pytest.mark.cases(slow=14)
 @pytest.mark.parametrize("seed", range(400))
 def test_each_remedy_that_is_printed_mends_the_program_that_it_is_written_into(seed):
     program = Program(seed)

@@ -149,7 +149,7 @@ class Function:
         return self.outputs(self.function(source, dtype=BF16), cast(self.args, BF16))
 
 
-@pytest.mark.cases(slow=4)
+@pytest.mark.cases(slow=10)
 @pytest.mark.parametrize("seed", range(400))
 def test_each_remedy_of_a_function_of_autocast_is_as_near_to_float32_as_the_page_says(seed):
     drawn = Function(seed)

@@ -176,7 +176,7 @@ def _named(finding):
     return {name for name in "pst" if re.search(rf"(?<![\w'.]){name}(?![\w'])", text.replace("in p", "in_p"))}
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize("seed", range(100))
 def test_a_float32_state_that_ends_off_is_named_and_mended(seed):
     drawn = Step(seed)

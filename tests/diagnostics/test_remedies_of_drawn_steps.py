@@ -111,7 +111,7 @@ def test_gradients_that_are_divided_by_the_scale_in_half_are_named_by_that_line(
     assert "hint" not in fault.advice  # The loss is scaled.
 
 
-@pytest.mark.cases(slow=4)
+@pytest.mark.cases(slow=6)
 @pytest.mark.parametrize("seed", range(120))
 def test_each_remedy_of_a_step_trains_as_in_float32(seed):
     draw = random.Random(seed)

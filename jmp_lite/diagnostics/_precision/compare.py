@@ -75,6 +75,8 @@ def compare_precision(
 
     def compare(case: Case) -> PrecisionReport:
         runs = Runs(case)
+        if runs.failure is not None:
+            raise runs.failure
         if not runs.is_finite:
             names = f"; these gradients are not finite: {', '.join(runs.bad[:4])}" if runs.bad else ""
             raise ValueError(

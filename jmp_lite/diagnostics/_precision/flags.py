@@ -113,6 +113,11 @@ class FlaggedProgram:
         is_on = np.array([flags <= on for flags in self._sets], bool)
         return self._run(list(arrays), is_on)
 
+    def unknown(self) -> list[Array]:
+        """Returns NaN for each of the outputs."""
+        variables = self._program.jaxpr.outvars[: self.floating]
+        return [jnp.full(var.aval.shape, jnp.nan, jnp.float32) for var in variables]
+
     def arrays(self, scale: float, nudge: float = 0.0) -> list[Array]:
         """Returns the inputs of the program, in float32 where it takes half."""
         arrays = self._program.at_scale(scale)

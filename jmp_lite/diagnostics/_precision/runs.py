@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
+import jax
 import jax.numpy as jnp
 
 from ..._jaxpr import Array
@@ -24,7 +25,8 @@ _UNSTABLE = 0.01  # A gradient that the last digits of the parameters change by 
 class Runs:
     """The errors with some modules in float32; each set of modules is run once.
 
-    `scale` is the loss scale of the runs in half; `may_scale` says whether a larger one may help.
+    `scale` is the loss scale of the runs in half; `may_scale` says whether a larger one may help. `failure`
+    is the error of XLA if the program does not run in float32; then nothing is finite.
     """
 
     def __init__(self, case: Case) -> None:
@@ -32,7 +34,12 @@ class Runs:
         self.scale = case.scale
         is_small = self.scale < DynamicLossScale.loss_scale
         self.may_scale = is_small and program.dtype == jnp.float16 and not program.is_step
-        self.full = program(None, 1.0)  # In float32, where no scale is needed.
+        self.failure: Exception | None = None
+        try:
+            self.full = program(None, 1.0)  # In float32, where no scale is needed.
+        except jax.errors.JaxRuntimeError as error:
+            # A GPU that holds the half values may have no memory for those in float32.
+            self.failure, self.full = error, program.unknown()
         self.loss = None if program.is_step else float(self.full[0])
         self.half_loss: float | None = None  # With everything in half, at the scale of the call.
         self._state = updated(program, self.full)
