@@ -178,6 +178,8 @@ class Diagnosis(Shown):
         precision = self.precision
         if precision is None or not precision.is_close or not precision.half.loss > HARM:
             return ""
+        if self._runs.is_rounding:  # A finding says so.
+            return ""
         runs, off = self._runs, precision.half.gradients
         what = f"The loss is {runs.half_loss:.3g}, and {runs.loss:.3g} in float32"
         what += f"; its gradients are {off:.1%} off."
