@@ -35,6 +35,7 @@ from ..._jaxpr import (
 from .._values.case import Case, gives_half
 from .._values.numbers import lost_numbers
 from .._values.reference import Flags, Reference, flags_in, has_value, is_narrow
+from .._values.rules import casts_in_rule
 from .._values.sites import NARROW
 from .._values.sums import sums_of_gradients
 from .._values.trace import EVERY_CAST
@@ -66,7 +67,8 @@ class FlaggedProgram:
         for operation, own in zip(self.operations, flags, strict=True):
             self._flags_by_line[operation.source] |= own
         with only_own_precisions():  # The reference gives all others the highest one.
-            jaxpr = _with_flags(case.traced.jaxpr, iter(flags))
+            always = frozenset({len(self.groups)})
+            jaxpr = _with_flags(case.traced.jaxpr, iter(flags), always)
             planner, plan = make_plan(dataclasses.replace(case.traced, jaxpr=jaxpr), self.rules)
             self._program = case.program_of(lambda arrays: run(planner, plan, arrays, _Interpreter))
         # Without autocast it is the dtype that the program has most often.
@@ -334,16 +336,20 @@ class _Number(Value):
         return self.native if dtype == jnp.float32 else cast(lax.optimization_barrier(self.native), dtype)
 
 
-def _with_flags(jaxpr: Jaxpr, flags: Iterator[Flags]) -> Jaxpr:
-    """Returns a jaxpr with flags in its equations: the next of `flags` for each operation of a report."""
+def _with_flags(jaxpr: Jaxpr, flags: Iterator[Flags], always: Flags) -> Jaxpr:
+    """Returns a jaxpr with flags in its equations: the next of `flags` for each operation of a report.
+
+    The rules of derivatives that make half values by themselves have the flag that is `always` on in half.
+    """
 
     def changed(equation: Equation) -> Equation:
         own: Flags = frozenset()
         if traits_of(equation.primitive.name).category is Category.CALL:
-            parts = [_with_flags(inner.jaxpr, flags) for inner in inner_jaxprs(equation)]
+            is_rule = casts_in_rule(equation)
+            parts = [_with_flags(inner.jaxpr, flags, always) for inner in inner_jaxprs(equation)]
             equation = with_inner_jaxprs(equation, parts)
             # For the equations that JAX makes itself, such as those of the rule of a custom derivative.
-            own = own.union(*(each for part in parts for each in flags_in(part)))
+            own = always if is_rule else own.union(*(each for part in parts for each in flags_in(part)))
         elif has_floating(equation):
             own = next(flags)
         return flagged(equation, own) if own else equation

@@ -248,6 +248,32 @@ def test_an_argument_in_half_needs_the_rule_of_its_name_too():
     assert mended == pytest.approx(float(loss(p, head, X)), rel=1e-2)
 
 
+@pytest.mark.parametrize("is_under_autocast", [False, True], ids=["own", "autocast"])
+def test_the_casts_of_a_backward_rule_are_in_half_whatever_is_mended(is_under_autocast):
+    @jax.custom_vjp
+    def square(x):
+        return x * x
+
+    def backward(x, g):
+        h = x.astype(HALF) * 300
+        return (2 * g * (h * h).astype(jnp.float32) / (x * 90_000),)
+
+    square.defvjp(lambda x: (x * x, x), backward)
+
+    def loss(w, x):
+        half = (lambda a: a) if is_under_autocast else (lambda a: a.astype(HALF))
+        with jax.named_scope("stem"):
+            h = half(x) @ half(w)
+        return jnp.mean(square(h.astype(jnp.float32)))
+
+    fun = jmp.autocast(loss, HALF) if is_under_autocast else loss
+    w = jax.random.normal(jax.random.key(1), (16, 4))
+    assert not bool(jnp.isfinite(jax.grad(fun)(w, X)).all())
+    page = doctor(fun, device=None)(w, X)
+    assert [finding.severity for finding in page.findings] == ["not finite"]
+    assert [trial.dtype for trial in page.nonfinite.tried if trial.helps] == ["bfloat16"]
+
+
 def test_a_function_without_half_values_has_no_modules():
     report = compare_precision(lambda w: jnp.sum(jnp.sin(w)))(X)
     assert report.names == report.modules == ()
