@@ -241,6 +241,8 @@ class Diagnosis(Shown):
         lines += [f"\n{number}. {finding}" for number, finding in enumerate(self.findings, 1)]
         loss = self._loss_is_off
         nothing = "No fault was found in the gradients." if loss else "No fault was found."
+        if loss and self._runs.keeping(()).gradients > HARM:
+            nothing = "No fault was found in the gradients that casts around the matmuls alone do not have."
         lines += [] if self.findings else ["", nothing]
         lines += ["", *wrapped(loss)] if loss else []
         if self.roofline is not None:

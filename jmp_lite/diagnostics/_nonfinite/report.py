@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from ..._autocast.report import page_of
 from ..._dtypes import DTypeName
 from ..._text import Shown, plural, power, shortened, wrapped
-from .._precision.report import Difference
+from .._precision.report import HARM, Difference
 from .._values.tap import LONG_LOOP
 
 _MOST_OPERANDS = 6  # A loop may take hundreds.
@@ -151,6 +151,8 @@ class Trial:
     def __str__(self) -> str:
         worst = max(self.error.loss, self.error.gradients)
         outcome = f"error {worst:.1e}" if math.isfinite(worst) else "still not finite"
+        if self.helps and worst > HARM:
+            outcome = f"error {self.error.gradients:.1e} of the gradients, of a loss near zero {worst:.1e}"
         return f"{shortened(self.change)}: {'fixes it' if self.helps else 'does not fix it'}, {outcome}"
 
 

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -41,7 +41,7 @@ from .._values.sums import sums_of_gradients
 from .._values.trace import EVERY_CAST
 from .modules import Module, cast_modules, has_more_half, is_of_library, own_modules, scopes_for
 from .sources import sources_of
-from .ties import Tie
+from .ties import rules_needed
 
 _Members: TypeAlias = dict[Module, set[int]]
 """Modules or sources, each with the indexes of its operations."""
@@ -81,7 +81,8 @@ class FlaggedProgram:
         self.has_float16 = has_value(self._program.jaxpr, (jnp.float16,))
         self._numbers = lost_numbers(self._program.jaxpr, case.numbers)
         # One switch for each set of flags that occurs, so that an equation reads one boolean.
-        self._sets = sorted(flags_in(self._program.jaxpr), key=sorted)
+        lines = self._flags_of_numbers()
+        self._sets = sorted(flags_in(self._program.jaxpr) | {*lines.values()}, key=sorted)
 
         # Under autocast, each reader in half casts a value by itself.
         is_own = self.rules.dtype == jnp.float32
@@ -90,7 +91,8 @@ class FlaggedProgram:
 
         def switched(arrays: Sequence[Array], is_on: Array) -> list[Array]:
             is_flag_on = {flags: is_on[index] for index, flags in enumerate(self._sets)}
-            return Reference(is_flag_on, self._numbers, sums=sums).run(self._program.jaxpr, arrays)
+            reference = Reference(is_flag_on, self._numbers, sums=sums, lines=lines)
+            return reference.run(self._program.jaxpr, arrays)
 
         # The switches are an argument. So one compiled program computes the results as they are, in float32,
         # and with any set of modules in float32.
@@ -114,6 +116,13 @@ class FlaggedProgram:
         on |= {len(groups)} if half is not None else set()
         is_on = np.array([flags <= on for flags in self._sets], bool)
         return self._run(list(arrays), is_on)
+
+    def _flags_of_numbers(self) -> dict[str, Flags]:
+        """Returns the flags of the lines that convert a number, which no other edit makes float32."""
+        sources = enumerate(self._sources, start=len(self.modules))
+        edits = {source.name: frozenset({number}) for number, source in sources}
+        lines = {number.line for number in self._numbers.values()}
+        return {line: edits[line] for line in lines & edits.keys()}
 
     def unknown(self) -> list[Array]:
         """Returns NaN for each of the outputs."""
@@ -228,12 +237,11 @@ class FlaggedProgram:
         modules = {module: kept & by_autocast for module, kept in zip(cast, self._kept_by_rules(cast))}
         own = dict(zip(_renamed([*own], cast), own.values()))
         rules = dict(zip(products, selected)) | self._found.autocast
-        needs = list(dict.fromkeys(_rules_needed(own | sources, rules, cast)))
+        needs = list(dict.fromkeys(rules_needed(own | sources, rules, cast)))
         self._constraints = self._found.constraints._replace(rules=needs)
         sources |= {module: members for module, members in modules.items() if not members}
         known = {source.key for source in sources}
-        scopes = (scope for scope in self._found.autocast.values() if scope.key not in known)
-        sources |= {scope: set[int]() for scope in scopes}
+        sources |= {edit: set[int]() for edit in self._found.others if edit.key not in known}
         modules = {module: members for module, members in modules.items() if members} | own
         return modules, sources, of_program | by_autocast
 
@@ -292,20 +300,6 @@ def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
         return dataclasses.replace(part, name=f"{part.name} (its own casts)")
 
     return [rename(part) if part.name in names else part for part in own]
-
-
-def _rules_needed(own: _Members, rules: Mapping[int, Module | None], cast: Sequence[Module]) -> Iterator[Tie]:
-    """Yields which edit needs which other one under autocast. `rules` has what selects a product, or None."""
-    # In float32, a half product of the program is one that autocast casts, if no rule selects it.
-    for edit, members in own.items():
-        if edit.is_edit:
-            found = (rules[n] for n in members if n in rules)
-            yield from ((frozenset({edit.key}), frozenset({rule.key} if rule else ())) for rule in found)
-    # A rule selects an argument that is passed in float32.
-    given = {edit.name: edit.key for edit in own if edit.is_argument}
-    for module in cast:
-        if (argument := module.name.partition("/")[0]) in given:
-            yield frozenset({module.key}), frozenset({given[argument]})
 
 
 class _Interpreter(Interpreter):

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 from ..._jaxpr import Equation, casting_line
+from .._values.casts import Casts
 from .._values.reference import is_narrow
 from .._values.source import makes_half
 from .modules import Module, is_of_library
@@ -15,6 +16,8 @@ Sources: TypeAlias = frozenset[Module]
 LIBRARY = Module("a library", "")
 NONE = Module("no source", "")
 """The source of zeros in half and of casts by JAX itself, whose dtype follows that of another value."""
+UNKNOWN = "half precision"
+"""The dtype of a number that the source converts."""
 
 
 class Stage(enum.Enum):
@@ -74,3 +77,16 @@ def of_cast(equation: Equation, line: str, is_fixed: bool, autocast: Module | No
     if is_of_library(line):
         return frozenset({LIBRARY})
     return frozenset({Module(line, "", (line,), casts=equation.outvars[0].aval.dtype.name)})
+
+
+def number_in_half(line: str) -> Module:
+    """Returns the edit of a line that makes a number in half."""
+    return Module(line, "", (line,), casts=UNKNOWN)
+
+
+def edit_of(equation: Equation, left_out: Casts) -> Sources:
+    """Returns the casts of the operands that JAX left out, as one edit."""
+    if not left_out.operands:
+        return frozenset()
+    dtype = next(var.aval.dtype.name for var in equation.invars if is_narrow(var))
+    return frozenset({Module(left_out.edit, "", left_out.lines, casts=dtype)})

@@ -192,7 +192,10 @@ class PrecisionReport(Shown):
             return "No rule is needed."
         if self.kept is None:
             none = "No rule, cast or argument that was tried brings the error below the tolerance"
-            left = "Half values that are made of constants alone, and their carries, were not tried."
+            left = (
+                "Half values that are made of constants alone, their carries, and matmuls outside of all "
+                "scopes, which no rule selects, were not tried."
+            )
             return f"{none}: with all modules in float32 it is {self.rest}. {left}"
         each = ", of which nothing can be left out" if len(self.kept) > 1 else ""
         return f"To mend it: {self.change}{each}. Then the error is {self.with_rules}."

@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from ..._autocast.report import has_floating
 from ..._jaxpr import (
@@ -35,19 +34,24 @@ from .._values.reference import is_narrow
 from .._values.sites import line_of
 from .._values.source import names_half
 from .modules import Module, is_of_library
-from .origins import LIBRARY, NONE, Origin, Sources, Stage, both, gives_half, joined, of_cast, widens
-from .ties import Constraints, Ties, keeps_dtypes
+from .origins import (
+    LIBRARY,
+    NONE,
+    UNKNOWN,
+    Origin,
+    Sources,
+    Stage,
+    both,
+    edit_of,
+    gives_half,
+    joined,
+    number_in_half,
+    of_cast,
+    widens,
+)
+from .ties import Found, Ties, keeps_dtypes, scalars_of_branches
 
 _NO_CASTS = Casts({}, ())
-_UNKNOWN = "half precision"  # The dtype of a number that the source converts.
-
-
-class Found(NamedTuple):
-    """The sources of a program. Operations are those of a report, by their index."""
-
-    sources: list[Sources]  # What the half values of each operation come from.
-    constraints: Constraints
-    autocast: dict[int, Module]  # Of a half product that an autocast inside of the program runs, its scope.
 
 
 def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Sequence[Module] = ()) -> Found:
@@ -69,7 +73,7 @@ def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Seque
     of_library = frozenset(source for source in every if source.is_argument and is_step)
 
     # A line may convert an array and a number. Only the array tells to which dtype.
-    dtypes = {source.name: source.casts for source in every if source.casts != _UNKNOWN}
+    dtypes = {source.name: source.casts for source in every if source.casts != UNKNOWN}
 
     def with_lines(source: Module) -> Module:
         return dataclasses.replace(
@@ -94,7 +98,8 @@ def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Seque
     products = {
         n: search.products[id(each)] for n, each in enumerate(operations) if id(each) in search.products
     }
-    return Found(list(map(resolved, operations)), search.ties.with_casts(search.after), products)
+    others = [*dict.fromkeys(products.values()), *search.of_branches]
+    return Found(list(map(resolved, operations)), search.ties.with_casts(search.after), products, others)
 
 
 class _Search(Forward[Origin]):
@@ -115,6 +120,7 @@ class _Search(Forward[Origin]):
         self._of_line: dict[tuple[str, bool], Sources] = {}
         self.ties = Ties()
         self._results: dict[int, list[Origin]] = {}  # Of each jaxpr when it was last run.
+        self.of_branches: dict[Module, None] = {}  # The edits of the scalars that branches return.
         self.products: dict[int, Module] = {}  # Of an autocast inside, by their ids: their scopes.
         self.rounding = set[int]()  # The ids of the equations that read gradients in half, and give float32.
 
@@ -126,7 +132,11 @@ class _Search(Forward[Origin]):
         operands = self._with_constants(equation, operands)
         results = super()._call(equation, operands)
         if self._stage(equation) is not Stage.BACKWARD:
-            inner = [self._results[id(open_jaxpr(part.jaxpr))] for part in inner_jaxprs(equation)]
+            inner = [[*self._results[id(open_jaxpr(part.jaxpr))]] for part in inner_jaxprs(equation)]
+            for (branch, n), edit in scalars_of_branches(equation).items():
+                self.of_branches[edit] = None
+                inner[branch][n] = Origin(frozenset({edit}))
+                results[n] = both(results[n], inner[branch][n])
             self.ties.of_call(equation, operands, inner, results)
         return results
 
@@ -136,7 +146,7 @@ class _Search(Forward[Origin]):
         if not scalars or self._stage(equation) is Stage.BACKWARD:
             return operands
         line = line_of(equation)
-        edits = list(map(_half, constants_at(line, equation.primitive.name)))
+        edits = list(map(number_in_half, constants_at(line, equation.primitive.name)))
         if len(edits) != len(scalars):
             is_loop = equation.primitive.name in ("scan", "while")
             edits = [Module(f"the carry of {line}", "", carries=(line,))] * len(scalars) if is_loop else []
@@ -152,7 +162,7 @@ class _Search(Forward[Origin]):
         if widens(equation):
             self._widened[line] |= operands[0].sources
         is_fixed = all(origin.is_fixed for origin in operands)
-        sources = _edit(equation, casts) or self._taken(operands, line) | self.of_numbers(equation)
+        sources = edit_of(equation, casts) or self._taken(operands, line) | self.of_numbers(equation)
         if is_half:
             sources = self._of_half(equation, line, sources, is_fixed, stage)
             sources = self._as_in_forward(equation, sources, stage, line)
@@ -296,7 +306,7 @@ class _Search(Forward[Origin]):
             sources = frozenset({NONE}) if is_of_jax else of_cast(equation, line, is_fixed, autocast)
             if NONE in sources and any(is_narrow(var) and is_literal(var) for var in equation.invars):
                 lines = constants_at(line, equation.primitive.name)
-                sources = frozenset(map(_half, lines)) or sources
+                sources = frozenset(map(number_in_half, lines)) or sources
             self._narrowed[line] |= sources
         return sources
 
@@ -304,7 +314,7 @@ class _Search(Forward[Origin]):
         """Returns the lines that convert the numbers of an equation to half."""
         found = (written(self._numbers, equation, position) for position in range(len(equation.invars)))
         lines = (number.line for number in found if number is not None and number.line)
-        return frozenset(map(_half, lines))
+        return frozenset(map(number_in_half, lines))
 
     def _layer_of(self, equation: Equation) -> Sources:
         """Returns the layer that an equation belongs to; empty if it is not in one."""
@@ -312,19 +322,6 @@ class _Search(Forward[Origin]):
             return frozenset()
         scope = self._scope(equation)
         return frozenset(layer for layer in self._layers if f"{scope}/".startswith(f"{layer.name}/"))
-
-
-def _half(line: str) -> Module:
-    """Returns the edit of a line that makes a number in half."""
-    return Module(line, "", (line,), casts=_UNKNOWN)
-
-
-def _edit(equation: Equation, left_out: Casts) -> Sources:
-    """Returns the casts of the operands that JAX left out, as one edit."""
-    if not left_out.operands:
-        return frozenset()
-    dtype = next(var.aval.dtype.name for var in equation.invars if is_narrow(var))
-    return frozenset({Module(left_out.edit, "", left_out.lines, casts=dtype)})
 
 
 def _forward_operations(jaxpr: Jaxpr) -> Iterator[Equation]:

@@ -7,11 +7,12 @@ import collections
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from ..._jaxpr import Equation, inner_jaxprs, is_of_lax
-from .._values.casts import Casts
+from ..._jaxpr import Equation, inner_jaxprs, is_literal, is_of_lax, open_jaxpr
+from .._values.casts import Casts, constants_at
 from .._values.reference import is_narrow
 from .._values.sites import line_of
-from .origins import Origin
+from .modules import Module
+from .origins import Origin, Sources, number_in_half
 
 Tie: TypeAlias = tuple[frozenset[str], ...]
 """Half values that must share a dtype: for each, the names of the edits of which one makes it float32."""
@@ -29,7 +30,7 @@ class Constraints(NamedTuple):
     ) -> frozenset[str] | None:
         """Returns some edits, with those of `every` that they need as well; None if they are not enough."""
         done = frozenset(edits)
-        while missing := next(self._missing(done, of_gradients), None):
+        while (missing := next(self._missing(done, of_gradients), None)) is not None:
             if not (known := sorted(missing.intersection(every))):
                 return None
             done |= {known[0]}
@@ -44,6 +45,15 @@ class Constraints(NamedTuple):
         for first, second in (*self.rules, *(self.needs if of_gradients else ())):
             if second.isdisjoint(edits) and not first.isdisjoint(edits):
                 yield second
+
+
+class Found(NamedTuple):
+    """The sources of a program. Operations are those of a report, by their index."""
+
+    sources: list[Sources]  # What the half values of each operation come from.
+    constraints: Constraints
+    autocast: dict[int, Module]  # Of a half product that an autocast inside of the program runs, its scope.
+    others: list[Module]  # Edits of which no operation needs to come.
 
 
 class Ties:
@@ -112,3 +122,33 @@ def keeps_dtypes(equation: Equation) -> bool:
     # Products take them. Of several results, as those of a sort, each has its own.
     has_one_dtype = len(equation.outvars) == 1 and not name.endswith(("dot_general", "convert_element_type"))
     return has_one_dtype and is_of_lax(equation)
+
+
+def scalars_of_branches(equation: Equation) -> dict[tuple[int, int], Module]:
+    """Returns the edit of each half scalar that branches of a `cond` return, by branch and result."""
+    if equation.primitive.name != "cond":
+        return {}
+    parts = enumerate(open_jaxpr(part.jaxpr).outvars for part in inner_jaxprs(equation))
+    results = [(branch, n, var) for branch, outvars in parts for n, var in enumerate(outvars)]
+    scalars = [(branch, n) for branch, n, var in results if is_literal(var) and is_narrow(var)]
+    line = line_of(equation)
+    edits = list(map(number_in_half, constants_at(line, "cond")))
+    # Without its line it is no edit, and no other half result of the branches is widened.
+    edits = edits if len(edits) == len(scalars) else [Module(f"a branch on {line}", "")] * len(scalars)
+    return dict(zip(scalars, edits))
+
+
+def rules_needed(
+    own: Mapping[Module, Collection[int]], rules: Mapping[int, Module | None], cast: Sequence[Module]
+) -> Iterator[Tie]:
+    """Yields which edit needs which other one under autocast. `rules` has what selects a product, or None."""
+    # In float32, a half product of the program is one that autocast casts, if no rule selects it.
+    for edit, members in own.items():
+        if edit.is_edit:
+            found = (rules[n] for n in members if n in rules)
+            yield from ((frozenset({edit.key}), frozenset({rule.key} if rule else ())) for rule in found)
+    # A rule selects an argument that is passed in float32.
+    given = {edit.name: edit.key for edit in own if edit.is_argument}
+    for module in cast:
+        if (argument := module.name.partition("/")[0]) in given:
+            yield frozenset({module.key}), frozenset({given[argument]})

@@ -99,7 +99,8 @@ def constants_at(line: str, primitive: str) -> list[str]:
 
 
 def _leaves(source: Source, node: ast.expr) -> Iterator[ast.expr]:
-    """Yields the leaves of a tree that an expression or its name stands for."""
+    """Yields the leaves of a tree that an expression or its name stands for, or that a lambda returns."""
+    node = node.body if isinstance(node, ast.Lambda) else node
     values = list(_values(source, node)) if isinstance(node, ast.Name) else []
     trees = [value for value in values if isinstance(value, (ast.Tuple, ast.List, ast.Dict))]
     yield from _flat(trees[0] if len(values) == len(trees) == 1 else node)
@@ -124,6 +125,8 @@ def _constant(source: Source, node: ast.expr) -> ast.Call | None:
         found = [_constant(source, value) for value in values]
         own = [call for call in found if call is not None]
         return own[0] if len(own) == 1 else None
+    if isinstance(node, ast.Call) and source.is_half_dtype(node.func):  # As `jnp.float16(0)`.
+        return node
     if not isinstance(node, ast.Call) or not source.makes_half(node):
         return None
     value = _converted(node)

@@ -69,7 +69,7 @@ class Reference:
     `is_on` has a bool for each set of flags in the jaxprs, and `numbers` those that half precision rounds.
     With `by_hand` it rounds the operands and the result of each half product to the digits of this dtype, as
     casts by hand around each matmul do, and keeps the range of float32. `sums` are the flags of the values
-    whose gradients an equation adds up, by its `id`.
+    whose gradients an equation adds up, by its `id`, and `lines` those of the numbers that a line converts.
     """
 
     def __init__(
@@ -79,8 +79,9 @@ class Reference:
         wide: Any = np.float32,
         by_hand: Any = None,
         sums: Mapping[int, Flags] = MappingProxyType({}),
+        lines: Mapping[str, Flags] = MappingProxyType({}),
     ) -> None:
-        self._sums = sums
+        self._sums, self._lines = sums, lines
         self._is_on, self._numbers, self._wide, self._by_hand = is_on, numbers, np.dtype(wide), by_hand
 
     def run(self, jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
@@ -124,8 +125,11 @@ class Reference:
         operands = list(values)
         for position, value in enumerate(operands):
             if (number := written(self._numbers, equation, position)) is not None:
-                array = self._choose(flags, value.array, np.asarray(number.number, self._wide))
-                operands[position] = ReferenceValue(array, flags)
+                own = self._lines.get(number.line, flags)
+                var = equation.invars[position]
+                exact = np.asarray(number.number, self._wide if is_narrow(var) else var.aval.dtype)
+                array = self._choose(own, value.array, exact)
+                operands[position] = ReferenceValue(array, own)
         return operands
 
     def _literal(self, var: Var) -> ReferenceValue:

@@ -274,6 +274,73 @@ def test_the_casts_of_a_backward_rule_are_in_half_whatever_is_mended(is_under_au
     assert [trial.dtype for trial in page.nonfinite.tried if trial.helps] == ["bfloat16"]
 
 
+def test_a_number_that_is_converted_to_half_stays_rounded_until_its_own_line_is_mended():
+    def loss(w, x, dtype=HALF):
+        g = (w * x).astype(dtype)
+        norm = jnp.sqrt(jnp.sum(g**2, -1) + jnp.float16(1e-8))
+        return jnp.mean((norm.astype(jnp.float32) * 1e4 - 1) ** 2)
+
+    w = jnp.full((16,), 1e-5)
+    (trial, *_) = find_nonfinite(loss)(w, X).remedies
+    start = inspect.getsourcelines(loss)[1]
+    rows = {line.split(" ")[0].split(":")[1] for line in trial.lines}
+    assert rows == {str(start + 1), str(start + 2)}
+    exact = jnp.mean((jnp.sqrt(jnp.sum((w * X) ** 2, -1) + 1e-8) * 1e4 - 1) ** 2)
+    assert float(loss(w, X, jnp.float32)) > 2 * float(exact)  # The line of the cast alone.
+
+
+def test_the_number_beside_a_function_of_jax_on_its_line_in_bfloat16():
+    """The function computes in float32 with a zero of its own, which is no half number."""
+
+    def loss(w, x):
+        q = jax.nn.softmax(x @ w).astype(HALF) + jnp.float16(1e-8)
+        return -jnp.mean(jnp.log(q[:, 0].astype(jnp.float32)))
+
+    w = jax.random.normal(jax.random.key(1), (16, 8))
+    report = find_nonfinite(loss)(w, 10 * X)
+    assert [trial.helps for trial in report.tried] == [True, True]
+
+
+def test_both_branches_of_a_cond_are_mended():
+    def loss(w, x, t):
+        scale = lax.cond(
+            t > 1000,
+            lambda t: jnp.minimum(t.astype(jnp.float16) * 0.1 / 20_000.0, 1.0),
+            lambda t: jnp.zeros((), jnp.float16),
+            t,
+        )
+        return jnp.mean((x @ w) ** 2) * scale.astype(jnp.float32)
+
+    w = jax.random.normal(jax.random.key(1), (16, 4))
+    (trial, *_) = find_nonfinite(loss)(w, X, jnp.int32(90_001)).remedies
+    start = inspect.getsourcelines(loss)[1]
+    rows = {line.split(" ")[0].split(":")[1] for line in trial.lines}
+    assert rows == {str(start + 3), str(start + 4)}
+
+
+def test_a_product_of_half_values_outside_of_all_scopes_is_cast_again():
+    def loss(w, x):
+        q = (x @ w * 40.0).astype(HALF)
+        return jnp.mean((jax.nn.softmax((q @ q.T).astype(jnp.float32) * 1e-4) @ x - 1.0) ** 2)
+
+    w = jax.random.normal(jax.random.key(1), (16, 16))
+    tried = find_nonfinite(jmp.autocast(loss, HALF))(w, X).tried
+    assert [trial.dtype for trial in tried if trial.helps] == ["bfloat16"]
+
+
+def test_a_remedy_of_a_loss_near_zero_says_so():
+    def loss(w, x):
+        return jnp.sum(jnp.exp((x @ w).astype(HALF)).astype(jnp.float32) * x[:, :4]) * 1e-5
+
+    def shifted(w, x):
+        return loss(w, x) - jnp.asarray(EXACT, jnp.float32)
+
+    w = 2 * jax.random.normal(jax.random.key(1), (16, 4))
+    EXACT = float(jnp.sum(jnp.exp(X @ w) * X[:, :4]) * 1e-5) * (1 - 1e-5)
+    trials = [trial for trial in find_nonfinite(shifted)(w, X).tried if trial.helps]
+    assert any("of a loss near zero" in str(trial) for trial in trials), list(map(str, trials))
+
+
 def test_a_function_without_half_values_has_no_modules():
     report = compare_precision(lambda w: jnp.sum(jnp.sin(w)))(X)
     assert report.names == report.modules == ()
