@@ -16,7 +16,7 @@ from ..._text import dynamic_scale
 from .._precision.judge import Judge
 from .._precision.modules import Module, is_of_library
 from .._precision.remedies import few_edits, rules_for, words_for
-from .._precision.report import HARM, Difference
+from .._precision.report import BY_HAND, HARM, LEAF, Difference
 from .._precision.runs import Runs
 from .._values.case import Case, Options, tool
 from .._values.reference import has_value
@@ -198,8 +198,17 @@ class Trials:
         """Returns origins; if none is harmful yet, the suspects that make the finite result wrong now are."""
         # The flow cannot tell an inf that `rsqrt` turns into a wrong 0 from a mask that `exp` turns into a
         # right 0. So the program is run with the module of each suspect in float32.
-        is_known = any(origin.is_harmful for origin in origins) or not self.runs.is_finite
-        if is_known or (wrong := self._error(())) <= HARM:
+        if any(origin.is_harmful for origin in origins) or not self.runs.is_finite:
+            return list(origins)
+        # One gradient may be lost that is small beside the others. Rounding errors may lose it as well.
+        leaf = self._run(())[0].leaf
+        limit = max(LEAF, BY_HAND * self.runs.by_hand.leaf) if leaf > LEAF else LEAF
+
+        def measured(kept):
+            error = self._run(kept)[0]
+            return max(self._worst(error), error.leaf if error.leaf > limit else 0.0)
+
+        if (wrong := measured(())) <= HARM:
             return list(origins)
 
         def sets(groups):
@@ -213,7 +222,7 @@ class Trials:
             return sets(program.groups_on(line)) if not is_of_library(line) else [program.edits]
 
         def is_harmful(origin):
-            return any(self._error(kept) < wrong / 2 for kept in near(origin))
+            return any(measured(kept) < wrong / 2 for kept in near(origin))
 
         return [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
 

@@ -80,8 +80,8 @@ class FlaggedProgram:
         self.parameters = self._program.floating_parameters
         self.has_float16 = has_value(self._program.jaxpr, (jnp.float16,))
         self._numbers = lost_numbers(self._program.jaxpr, case.numbers)
-        # One switch for each set of flags that occurs, so that an equation reads one boolean.
         lines = self._flags_of_numbers()
+        # One switch for each set of flags that occurs, so that an equation reads one boolean.
         self._sets = sorted(flags_in(self._program.jaxpr) | {*lines.values()}, key=sorted)
 
         # Under autocast, each reader in half casts a value by itself.
@@ -90,7 +90,7 @@ class FlaggedProgram:
         sums = {key: flags for key, cast in casts if (flags := flags_of(cast)) is not None}
 
         def switched(arrays: Sequence[Array], is_on: Array) -> list[Array]:
-            is_flag_on = {flags: is_on[index] for index, flags in enumerate(self._sets)}
+            is_flag_on = dict(zip(self._sets, is_on))
             reference = Reference(is_flag_on, self._numbers, sums=sums, lines=lines)
             return reference.run(self._program.jaxpr, arrays)
 
@@ -119,10 +119,9 @@ class FlaggedProgram:
 
     def _flags_of_numbers(self) -> dict[str, Flags]:
         """Returns the flags of the lines that convert a number, which no other edit makes float32."""
-        sources = enumerate(self._sources, start=len(self.modules))
-        edits = {source.name: frozenset({number}) for number, source in sources}
         lines = {number.line for number in self._numbers.values()}
-        return {line: edits[line] for line in lines & edits.keys()}
+        sources = enumerate(self._sources, start=len(self.modules))
+        return {source.name: frozenset({number}) for number, source in sources if source.name in lines}
 
     def unknown(self) -> list[Array]:
         """Returns NaN for each of the outputs."""

@@ -28,7 +28,7 @@ from ..._jaxpr import (
 )
 from ..._jaxpr import equations as equations_of
 from ..._paths import visible_scope
-from .._values.casts import Casts, casts_around, constants_at
+from .._values.casts import Casts, casts_around, casts_of_operators, constants_at
 from .._values.numbers import Numbers, written
 from .._values.reference import is_narrow
 from .._values.sites import line_of
@@ -248,6 +248,9 @@ class _Search(Forward[Origin]):
             own = [(casts.operands[at], var, operand) for at, (var, operand) in pairs if at in casts.operands]
             return any(is_literal(var) or operand.edits == {cast} for cast, var, operand in own)
 
+        # JAX broadcasts the operands of an operator on the line on which it begins.
+        if equation.primitive.name == "broadcast_in_dim" and operands[0].edits & casts_of_operators(line):
+            return _NO_CASTS
         every = casts_around(line, equation.primitive.name)
         # What an autocast inside has in half is float32 for its function, which may cast it to float32.
         is_sure = names_half if self._autocast_around(equation) else self._is_no_widening

@@ -55,6 +55,15 @@ def casts_around(line: str, primitive: str) -> Sequence[Casts]:
     return _casts_around(source, tuple(nodes), function, primitive) if source is not None else ()
 
 
+def casts_of_operators(line: str) -> set[str]:
+    """Returns the casts of the operands of all operators that begin at a line."""
+    source, nodes = expressions_at(line)
+    function = line.partition(" ")[2]
+    pairs = [(node, name) for node in nodes for name in _OPERATORS if is_operator(node, name)]
+    found = (_casts_around(source, (node,), function, name) for node, name in pairs if source is not None)
+    return {cast for casts in found for each in casts for cast in each.lines}
+
+
 class Cast(NamedTuple):
     """A conversion to half."""
 

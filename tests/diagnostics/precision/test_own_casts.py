@@ -328,6 +328,34 @@ def test_a_product_of_half_values_outside_of_all_scopes_is_cast_again():
     assert [trial.dtype for trial in tried if trial.helps] == ["bfloat16"]
 
 
+def test_a_broadcast_of_an_operator_is_no_cast_of_the_expression_that_begins_there():
+    """The angles of rotary positions: one cast is enough, and the other one may stay."""
+
+    def loss(w, positions, y):
+        rates = 1.0 / 100.0 ** (jnp.arange(8) / 8.0)
+        angles = positions.astype(jnp.float16)[:, None] * rates.astype(jnp.float16)
+        features = jnp.cos(angles.astype(jnp.float32)[:, None] - angles.astype(jnp.float32)[None])
+        return jnp.mean((features @ w - y) ** 2)
+
+    positions, y = 3000 + 3 * jnp.arange(16), jax.random.normal(jax.random.key(1), (16, 16))
+    page = doctor(loss, device=None)(jax.random.normal(jax.random.key(0), (8,)), positions, y)
+    assert page.precision.change.count("test_own_casts.py:") == 1
+
+
+def test_a_gradient_that_is_lost_behind_an_overflow_is_no_harmless_overflow():
+    def loss(p, x):
+        h = x.astype(HALF)
+        scale = lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-5)
+        return jnp.mean(((h * scale).astype(jnp.float32) @ p["a"] + x @ p["b"] - 1.0) ** 2)
+
+    p = {name: 0.1 * jax.random.normal(jax.random.key(n), (16, 4)) for n, name in enumerate("ab")}
+    x = X * jnp.where(jnp.arange(8) < 6, 300.0, 30.0)[:, None]
+    report = find_nonfinite(loss)(p, x)
+    assert report.cause is not None
+    assert report.cause.end.startswith("rsqrt")
+    assert report.harmless == ()
+
+
 def test_a_remedy_of_a_loss_near_zero_says_so():
     def loss(w, x):
         return jnp.sum(jnp.exp((x @ w).astype(HALF)).astype(jnp.float32) * x[:, :4]) * 1e-5
