@@ -46,3 +46,18 @@ def test_a_number_that_the_line_of_its_conversion_does_not_say_is_taken_as_exact
     # The 0 of `relu` is none of the operands of this product.
     by_hand = lambda w, x: jnp.sum(jax.nn.relu(x.astype(jnp.float16)) @ w.astype(jnp.float16))
     assert "Not examined" not in page(by_hand, W, X)
+
+
+@pytest.mark.parametrize("number", [0.998, 2.0])
+def test_a_number_that_an_inner_function_takes_is_taken_as_exact_unless_it_is_whole(number):
+    def loss(w, x):
+        decay = jnp.bfloat16(number)
+
+        @jax.jit
+        def discounted(rewards):
+            return jnp.sum(rewards * decay.astype(jnp.float32) ** jnp.arange(4))
+
+        return jnp.mean(x @ w) * discounted(x[:, 0])
+
+    said = page(loss, W, X)
+    assert ("the rounding of the number on" in said) == (number == 0.998)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..._dtypes import HALF_DTYPES
-from ..._jaxpr import Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
+from ..._jaxpr import Category, Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
 from .casts import cast_of, is_operator
 from .sites import NARROW
 from .source import FUNCTIONS, Source, assigned, defaults_of, expressions_at, operands_of
@@ -63,9 +63,14 @@ def unread_numbers(jaxpr: Jaxpr) -> list[str]:
 
 
 def _unread(equation: Equation, position: int) -> Iterator[str]:
-    source, nodes = expressions_at(source_line(equation))
+    line = source_line(equation)
+    source, nodes = expressions_at(line)
     if source is None:
         return
+    is_call = traits_of(equation.primitive.name).category is Category.CALL
+    # An inner function takes a number of the one around it. A whole number is no rounded one.
+    if is_call and not float(equation.invars[position].val).is_integer():
+        yield line.partition(" ")[0]
     # A function such as `jax.nn.relu` computes with numbers of its own.
     operators = (node for node in nodes if is_operator(node, equation.primitive.name))
     for cast in (cast_of(source, operands_of(node)[position]) for node in operators):
