@@ -77,7 +77,8 @@ class Nonfinite:
         lines += [f"and {len(takes[_MOST_OPERANDS:])} more"] if takes[_MOST_OPERANDS:] else []
         lines += [f"gives {self.result}{_range(self.range)}"]
         lines += [_OF_WHILE] if self.operation == "while" else []
-        lines += [f"ends in {self.end}, whose result is finite, and wrong"] if self.end else []
+        changes = "whose result is finite; float32 here changes what the program returns"
+        lines += [f"ends in {self.end}, {changes}"] if self.end else []
         way = [f"{what}, {os.path.basename(line.partition(' ')[0])}" for what, line in self.way]
         lines += [f"from there: {'; '.join(way)}"] if way else []
         return [line for text in lines for line in wrapped(shortened(text), 4)]
