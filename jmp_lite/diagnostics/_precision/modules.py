@@ -121,12 +121,16 @@ def in_words(modules: Sequence[Module]) -> str:
     words += [f"pass these arguments in float32: {', '.join(arguments)}"] if arguments else []
     policies = ", ".join(f"{module.policy!r}: 'float32'" for module in modules if module.policy)
     words += [f"policy.with_rules({{{policies}}})"] if policies else []
-    scopes = {f"{module.autocast}/" for module in modules if module.autocast}
-    # A rule selects the scopes inside of its own, and autocast refuses a rule that selects nothing more.
-    outer = [each for each in scopes if not any(each != other and each.startswith(other) for other in scopes)]
-    rules = ", ".join(f"'/{scope[:-1]}': 'float32'" for scope in sorted(outer))
+    rules = _rules_inside({f"{module.autocast}/" for module in modules if module.autocast})
     words += [f"rules={{{rules}}} in the autocast inside"] if rules else []
     return "; ".join([*words, *(module.layer for module in modules if module.layer)])
+
+
+def _rules_inside(scopes: Collection[str]) -> str:
+    """Returns the rules that select some scopes, each of which ends with a slash."""
+    # A rule selects the scopes inside of its own, and autocast refuses a rule that selects nothing more.
+    outer = [each for each in scopes if not any(each != other and each.startswith(other) for other in scopes)]
+    return ", ".join(f"'/{scope[:-1]}': 'float32'" for scope in sorted(outer))
 
 
 def _casts_in_words(modules: Sequence[Module]) -> list[str]:

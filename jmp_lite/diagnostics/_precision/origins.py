@@ -4,8 +4,8 @@ import enum
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
-from ..._jaxpr import Equation, casting_line
-from .._values.casts import Casts
+from ..._jaxpr import Equation, casting_line, is_literal
+from .._values.casts import Casts, constants_at
 from .._values.reference import is_narrow
 from .._values.source import makes_half
 from .modules import Module, is_of_library
@@ -33,7 +33,7 @@ class Origin(NamedTuple):
 
     sources: Sources = frozenset()  # Of a half value, or of the half value that was cast to a float32 value.
     line: str = ""  # For a float32 value, the line that has widened it.
-    is_fixed: bool = False  # Whether it is computed from numbers and constants alone.
+    is_fixed: bool = False  # Whether it depends on numbers and constants alone.
     stage: Stage = Stage.OUTSIDE
 
     @property
@@ -90,3 +90,10 @@ def edit_of(equation: Equation, left_out: Casts) -> Sources:
         return frozenset()
     dtype = next(var.aval.dtype.name for var in equation.invars if is_narrow(var))
     return frozenset({Module(left_out.edit, "", left_out.lines, casts=dtype)})
+
+
+def of_constants(equation: Equation, line: str) -> Sources:
+    """Returns the lines that make the half scalars among the operands of an equation, as far as known."""
+    if not any(is_narrow(var) and is_literal(var) for var in equation.invars):
+        return frozenset()
+    return frozenset(map(number_in_half, constants_at(line, equation.primitive.name)))

@@ -59,7 +59,8 @@ class _Search:
         return len(self.completed([edit]) or self.runs.program.edits)
 
     def least(self, edits: Sequence[Module]) -> tuple[Module, ...] | None:
-        """Returns edits of which none can be left out; an edit that others need may be enough alone."""
+        """Returns a set of edits that are all needed."""
+        # The second search starts with the edits that need few others: one that others need may be enough.
         own = self.completed(fewest(edits, self.is_enough) or ())
         return own and self.completed(fewest(sorted(own, key=self.size), self.is_enough) or own)
 

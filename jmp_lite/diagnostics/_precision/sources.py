@@ -47,6 +47,7 @@ from .origins import (
     joined,
     number_in_half,
     of_cast,
+    of_constants,
     widens,
 )
 from .ties import Found, Ties, keeps_dtypes, scalars_of_branches
@@ -306,10 +307,8 @@ class _Search(Forward[Origin]):
             return own or frozenset({autocast})
         if not sources:
             # JAX makes a cast for a gradient.
-            sources = frozenset({NONE}) if is_of_jax else of_cast(equation, line, is_fixed, autocast)
-            if NONE in sources and any(is_narrow(var) and is_literal(var) for var in equation.invars):
-                lines = constants_at(line, equation.primitive.name)
-                sources = frozenset(map(number_in_half, lines)) or sources
+            made = frozenset({NONE}) if is_of_jax else of_cast(equation, line, is_fixed, autocast)
+            sources = (of_constants(equation, line) if NONE in made else None) or made
             self._narrowed[line] |= sources
         return sources
 

@@ -15,7 +15,7 @@ from .modules import Module
 from .origins import Origin, Sources, number_in_half
 
 Tie: TypeAlias = tuple[frozenset[str], ...]
-"""Half values that must share a dtype: for each, the names of the edits of which one makes it float32."""
+"""Half values that must share a dtype. Each is the set of the names of the edits that make it float32."""
 
 
 class Constraints(NamedTuple):
@@ -37,7 +37,7 @@ class Constraints(NamedTuple):
         return done
 
     def _missing(self, edits: Collection[str], of_gradients: bool) -> Iterator[frozenset[str]]:
-        """Yields the sets of edits of which none has been made, and one has to be."""
+        """Yields each set of edits that needs one more edit: one of the set is required, and none is made."""
         for tie in self.ties:
             in_half = [names for names in tie if names.isdisjoint(edits)]
             if len(in_half) < len(tie):
@@ -53,7 +53,7 @@ class Found(NamedTuple):
     sources: list[Sources]  # What the half values of each operation come from.
     constraints: Constraints
     autocast: dict[int, Module]  # Of a half product that an autocast inside of the program runs, its scope.
-    others: list[Module]  # Edits of which no operation needs to come.
+    others: list[Module]  # Edits that no operation may have as a source.
 
 
 class Ties:
@@ -105,7 +105,7 @@ class Ties:
             self._found[tie] = None
 
     def with_casts(self, after: Mapping[str, Collection[str]]) -> Constraints:
-        """Returns what was found. The edit of a source also widens the casts `after` it, by its name."""
+        """Returns what was found. `after` has, by the name of a source, the casts that its edit widens."""
 
         def widened(names):
             return names | {source for source, casts in after.items() if not names.isdisjoint(casts)}

@@ -68,7 +68,7 @@ class Cast(NamedTuple):
     """A conversion to half."""
 
     call: ast.Call  # What takes the dtype, which may be in a function that makes this conversion alone.
-    operand: ast.expr  # What is converted here.
+    operand: ast.expr  # The array that it converts.
 
 
 @functools.lru_cache(maxsize=4096)
@@ -191,7 +191,7 @@ def _end(node: Any) -> tuple[int, int]:
 
 
 def _root(node: ast.AST) -> str:
-    """Returns the name of an array of which an expression is a part, as of `h[:, :4]`."""
+    """Returns the name of the array that an expression is a part of: `h` for `h[:, :4]`."""
     while isinstance(node, ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
@@ -223,7 +223,7 @@ def cast_of(source: Source, node: ast.expr) -> Cast | None:
         return _conversion(source, node)
     functions, values = source.functions_around(node), _values(source, node)
     before = [value for value in values if _end(value) < (node.lineno, node.col_offset)]
-    # What is assigned last, if the statements between run one after the other.
+    # The last value before this line, if no loop or branch lies between them.
     is_sure = len(values) == 1 or (functions and before and source.is_straight(functions[0], before[-1]))
     if not before or not is_sure or isinstance(before[-1], ast.Name):
         return None
