@@ -36,6 +36,15 @@ LAYERS = [
     'h = {act}(lax.concatenate([h[:, :4].astype(F16), (h @ p["{n}"])[:, 4:].astype(F16)], 1)){factor}',
     'h = {act}(lax.fori_loop(0, 2, lambda i, c: (c @ p["{n}"]).astype(F16), h.astype(F16))){factor}',
 ]
+RULES = {
+    # What the rule casts by itself stays in half, whatever the layers around it compute in.
+    "casts": ("x * x * x / 3, x", "((g * ((100 * x).astype(F16) ** 2).astype(F32) * 1e-4).astype(x.dtype),)"),
+    "product": ("x * x * x / 3, x", "((g.astype(F16) @ jnp.eye(8, dtype=F16) * x * x).astype(g.dtype),)"),
+    "residual": ("x * x * x / 3, x.astype(F16)", "((g * (x * x).astype(F32)).astype(g.dtype),)"),
+    # These follow the dtype of what they take.
+    "like_operand": ("x * x * x / 3, x", "((g.astype(F32) * x * x).astype(x.dtype),)"),
+    "like_gradient": ("x * x * x / 3, x.astype(F32)", "((g.astype(F32) * x * x).astype(g.dtype),)"),
+}
 ENDS = [
     "jnp.mean((h.astype(F32) - y) ** 2)",
     "jnp.mean(jnp.square(h.astype(F32)) - h.astype(F32) * y)",
@@ -44,9 +53,12 @@ ENDS = [
 
 
 class Program:
-    """A loss and a step, whose source says which calls make half values."""
+    """A loss and a step, whose source says which calls make half values.
 
-    def __init__(self, seed):
+    With a `rule` a function follows one layer, whose derivative is a rule of the program.
+    """
+
+    def __init__(self, seed, rule=None):
         draw = random.Random(seed)
         self.file, self.is_step = f"/drawn/gradients_{seed}.py", draw.random() < 0.6
         names = "abc"[: draw.randint(1, 3)]
@@ -58,6 +70,16 @@ class Program:
             act = draw.choice(["", "jnp.tanh", "jnp.sin", "jax.nn.gelu"])
             factor = draw.choice(["", "", " * 0.01", " * 20", " / 64"])
             lines.append(f"    {draw.choice(LAYERS).format(n=name, act=act, factor=factor)}")
+        if rule is not None:
+            forward, backward = RULES[rule]
+            lines.insert(draw.randint(7, len(lines)), "    h = cube(h)")
+            lines = [
+                "@jax.custom_vjp",
+                "def cube(x):",
+                "    return x * x * x / 3",
+                f"cube.defvjp(lambda x: ({forward}), lambda x, g: {backward})",
+                *lines,
+            ]
         lines.append(f"    return {draw.choice(ENDS)} * SCALE")
         lines += ["def step(p, x, y):", "    value, grads = jax.value_and_grad(loss)(p, x, y)"]
         lines.append("    return jax.tree.map(lambda g: g / SCALE, grads), value")
@@ -117,3 +139,24 @@ def test_each_remedy_of_an_overflow_in_a_gradient_mends_it_at_its_place(seed):
         said = max(trial.error.loss, trial.error.gradients)
         digits = 3e-2 if trial.dtype else 2e-3  # bfloat16 has three digits, and XLA rounds in other places.
         assert error(found, exact) <= 3 * said + digits, f"{program.source}{program.scale}\n{trial}\n{report}"
+
+
+@pytest.mark.cases(slow=5)
+@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("rule", RULES)
+def test_each_remedy_beside_a_custom_derivative_does_what_the_report_says(rule, seed):
+    program = Program(seed, rule)
+    exact = program.outputs(program.source.replace("F16", "F32"))
+    how = {"value_and_grad_fn": None} if program.is_step else {}
+    loss, step = program.functions(program.source, program.scale)
+    report = find_nonfinite(step if program.is_step else loss, **how)(*program.args)
+    if report.cause is None:
+        pytest.skip("This one is finite.")
+    for trial in report.tried:
+        wide = program.source.replace("F16", "jnp.bfloat16")
+        source = wide if trial.dtype else widened(program.source, " ".join(trial.lines))
+        found = error(program.outputs(source, trial.loss_scale or 1.0), exact)
+        shown = f"{program.source}{program.scale} {found}\n{trial}\n{report}"
+        said = max(trial.error.loss, trial.error.gradients)
+        digits = 3e-2 if trial.dtype else 2e-3
+        assert found <= 3 * said + digits if trial.helps else not found <= 0.05, shown

@@ -189,7 +189,8 @@ class Trials:
         of_gradients = origin.direction != "forward"
         program = self.runs.program
         kept = few_edits(self.runs, self._error, HARM, near, of_gradients)
-        if kept := kept or program.completed(program.edits, of_gradients):
+        # Where a rule of a derivative may follow an edit or not, it is not known that all edits do not help.
+        if kept := kept or (None if program.has_rules else program.completed(program.edits, of_gradients)):
             yield self._in_float32(kept)
         if self.runs.program.has_float16:
             yield self._trial("bfloat16 in place of float16", self.runs.in_bfloat16(), dtype="bfloat16")

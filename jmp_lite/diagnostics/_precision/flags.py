@@ -52,7 +52,7 @@ class FlaggedProgram:
 
     The groups are the modules in half, and the sources of the program's own half values: casts in lines of
     the user, and arguments in half. A module is in `dtype` if its flag is on, and in float32 if not.
-    `outputs` is as in `LossProgram`.
+    `outputs` is as in `LossProgram`. `has_rules`: rules of derivatives may cast to half by themselves.
     """
 
     def __init__(self, case: Case) -> None:
@@ -66,9 +66,11 @@ class FlaggedProgram:
         self._flags_by_line: dict[str, set[int]] = collections.defaultdict(set)
         for operation, own in zip(self.operations, flags, strict=True):
             self._flags_by_line[operation.source] |= own
+        always = frozenset({len(self.groups)})
+        flags = [always if n in self._found.rules else own for n, own in enumerate(flags)]
         with only_own_precisions():  # The reference gives all others the highest one.
-            always = frozenset({len(self.groups)})
             jaxpr = _with_flags(case.traced.jaxpr, iter(flags), always)
+            self.has_rules = always in flags_in(jaxpr)
             planner, plan = make_plan(dataclasses.replace(case.traced, jaxpr=jaxpr), self.rules)
             self._program = case.program_of(lambda arrays: run(planner, plan, arrays, _Interpreter))
         # Without autocast it is the dtype that the program has most often.
@@ -82,9 +84,7 @@ class FlaggedProgram:
         self._numbers = lost_numbers(self._program.jaxpr, case.numbers)
         lines = self._flags_of_numbers()
         # One switch for each set of flags that occurs, so that an equation reads one boolean.
-        self._sets = sorted(flags_in(self._program.jaxpr) | {*lines.values()}, key=sorted)
-
-        # Under autocast, each reader in half casts a value by itself.
+        self._sets = sorted(flags_in(self._program.jaxpr) | {*lines.values()}, key=sorted)        # Under autocast, each reader in half casts a value by itself.
         is_own = self.rules.dtype == jnp.float32
         casts = sums_of_gradients(self._program.jaxpr).items() if is_own else ()
         sums = {key: flags for key, cast in casts if (flags := flags_of(cast)) is not None}

@@ -1,10 +1,20 @@
 """What the values of a program come from, and where in a step they are computed."""
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
-from ..._jaxpr import Equation, casting_line, is_literal
+from ..._autocast.report import has_floating
+from ..._jaxpr import (
+    Category,
+    Equation,
+    Jaxpr,
+    casting_line,
+    equations,
+    inner_jaxprs,
+    is_literal,
+    traits_of,
+)
 from .._values.casts import Casts, constants_at
 from .._values.reference import is_narrow
 from .._values.source import makes_half
@@ -97,3 +107,13 @@ def of_constants(equation: Equation, line: str) -> Sources:
     if not any(is_narrow(var) and is_literal(var) for var in equation.invars):
         return frozenset()
     return frozenset(map(number_in_half, constants_at(line, equation.primitive.name)))
+
+
+def operations_of(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """Yields the operations of a jaxpr in the order of a report."""
+    for equation in equations(jaxpr):
+        if traits_of(equation.primitive.name).category is Category.CALL:
+            for inner in inner_jaxprs(equation):
+                yield from operations_of(inner.jaxpr)
+        elif has_floating(equation):
+            yield equation

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from ..._autocast.report import has_floating
 from ..._jaxpr import (
     Arguments,
     Category,
@@ -31,6 +30,7 @@ from ..._paths import visible_scope
 from .._values.casts import Casts, casts_around, casts_of_operators, constants_at
 from .._values.numbers import Numbers, written
 from .._values.reference import is_narrow
+from .._values.rules import operations_of_rules
 from .._values.sites import line_of
 from .._values.source import names_half
 from .modules import Module, is_of_library
@@ -48,6 +48,7 @@ from .origins import (
     number_in_half,
     of_cast,
     of_constants,
+    operations_of,
     widens,
 )
 from .ties import Found, Ties, keeps_dtypes, scalars_of_branches
@@ -95,12 +96,16 @@ def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Seque
 
         return frozenset(map(with_lines, own))
 
-    operations = list(_operations(traced.jaxpr))
+    operations = list(operations_of(traced.jaxpr))
     products = {
         n: search.products[id(each)] for n, each in enumerate(operations) if id(each) in search.products
     }
     others = [*dict.fromkeys(products.values()), *search.of_branches]
-    return Found(list(map(resolved, operations)), search.ties.with_casts(search.after), products, others)
+    of_rules = operations_of_rules(traced.jaxpr)
+    rules = {n for n, each in enumerate(operations) if id(each) in of_rules}
+    return Found(
+        list(map(resolved, operations)), search.ties.with_casts(search.after), products, others, rules
+    )
 
 
 class _Search(Forward[Origin]):
@@ -335,14 +340,4 @@ def _forward_operations(jaxpr: Jaxpr) -> Iterator[Equation]:
             for inner in inner_jaxprs(equation):
                 yield from _forward_operations(inner.jaxpr)
         else:
-            yield equation
-
-
-def _operations(jaxpr: Jaxpr) -> Iterator[Equation]:
-    """Yields the operations of a jaxpr in the order of a report."""
-    for equation in equations_of(jaxpr):
-        if traits_of(equation.primitive.name).category is Category.CALL:
-            for inner in inner_jaxprs(equation):
-                yield from _operations(inner.jaxpr)
-        elif has_floating(equation):
             yield equation

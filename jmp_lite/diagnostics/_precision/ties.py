@@ -54,6 +54,7 @@ class Found(NamedTuple):
     constraints: Constraints
     autocast: dict[int, Module]  # Of a half product that an autocast inside of the program runs, its scope.
     others: list[Module]  # Edits that no operation may have as a source.
+    rules: set[int]  # Those of a backward rule that may cast to half by itself.
 
 
 class Ties:

@@ -271,7 +271,17 @@ def test_the_casts_of_a_backward_rule_are_in_half_whatever_is_mended(is_under_au
     assert not bool(jnp.isfinite(jax.grad(fun)(w, X)).all())
     page = doctor(fun, device=None)(w, X)
     assert [finding.severity for finding in page.findings] == ["not finite"]
-    assert [trial.dtype for trial in page.nonfinite.tried if trial.helps] == ["bfloat16"]
+    assert [trial.dtype for trial in page.nonfinite.tried] == ["bfloat16"]
+
+    def step(w, x):
+        return w - 1e-3 * jax.grad(fun)(w, x)
+
+    # In a step the rule has become a part of the gradient. No line is said to mend it, or not to.
+    assert [trial.dtype for trial in find_nonfinite(step, value_and_grad_fn=None)(w, X).tried] == ["bfloat16"]
+    # An autocast inside of a loss gives the rule half operands.
+    page = doctor(lambda w, x: 2.0 * fun(w, x), device=None)(w, X)
+    assert [finding.severity for finding in page.findings] == ["not finite"]
+    assert [trial.dtype for trial in page.nonfinite.tried] == ["bfloat16"]
 
 
 def test_a_number_that_is_converted_to_half_stays_rounded_until_its_own_line_is_mended():
