@@ -1,10 +1,12 @@
 """Reads the source lines of equations: those of the user's program, of packages, and of this library."""
 
+import functools
 import inspect
 import itertools
 import os
+import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
@@ -57,6 +59,34 @@ def casting_line(equation: Equation) -> str:
     is_ours = any(file.startswith(_OURS) for file in inner)
     is_adapter = any(f"{os.sep}_flax{os.sep}" in file for file in inner)
     return users_line(equation) if is_ours and not is_adapter else ""
+
+
+class Place(NamedTuple):
+    """An expression of the user's program that Python ran."""
+
+    file: str
+    start: tuple[int, int]  # Line and column.
+    end: tuple[int, int]
+    function: str  # The qualified name of the function around it.
+
+    def is_at(self, node: Any) -> bool:
+        """Whether a node of the `ast` of its file is this expression."""
+        end = node.end_lineno, node.end_col_offset
+        return (self.start, self.end) == ((node.lineno, node.col_offset), end)
+
+
+def users_places(equation: Equation) -> Iterator[Place]:
+    """Yields the expression of the user that made an equation, and then the calls around it, inner first."""
+    codes, last = equation.source_info.traceback.raw_frames()
+    return (_place(code, at) for code, at in zip(codes, last) if not _is_of_package(code.co_filename))
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(code: types.CodeType, instruction: int) -> Place:
+    # Two bytes are one instruction.
+    positions = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    row, end_row, column, end_column = (position or 0 for position in positions)
+    return Place(code.co_filename, (row, column), (end_row, end_column), code.co_qualname)
 
 
 def is_of_lax(equation: Equation) -> bool:

@@ -141,9 +141,9 @@ def test_each_remedy_of_an_overflow_in_a_gradient_mends_it_at_its_place(seed):
         assert error(found, exact) <= 3 * said + digits, f"{program.source}{program.scale}\n{trial}\n{report}"
 
 
-@pytest.mark.cases(slow=5)
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.cases(slow=10)
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("seed", range(200))
 def test_each_remedy_beside_a_custom_derivative_does_what_the_report_says(rule, seed):
     program = Program(seed, rule)
     exact = program.outputs(program.source.replace("F16", "F32"))

@@ -84,7 +84,8 @@ class FlaggedProgram:
         self._numbers = lost_numbers(self._program.jaxpr, case.numbers)
         lines = self._flags_of_numbers()
         # One switch for each set of flags that occurs, so that an equation reads one boolean.
-        self._sets = sorted(flags_in(self._program.jaxpr) | {*lines.values()}, key=sorted)        # Under autocast, each reader in half casts a value by itself.
+        self._sets = sorted(flags_in(self._program.jaxpr) | {*lines.values()}, key=sorted)
+        # Under autocast, each reader in half casts a value by itself.
         is_own = self.rules.dtype == jnp.float32
         casts = sums_of_gradients(self._program.jaxpr).items() if is_own else ()
         sums = {key: flags for key, cast in casts if (flags := flags_of(cast)) is not None}
@@ -159,8 +160,17 @@ class FlaggedProgram:
     def completed(self, kept: Iterable[Module], of_gradients: bool) -> tuple[Module, ...] | None:
         """Returns edits with those that they need, for right gradients as well; None if there are none."""
         keyed = {edit.key: edit for edit in self.edits}
-        keys = self._constraints.completed({edit.key for edit in kept}, keyed, of_gradients)
-        return None if keys is None else tuple(edit for key, edit in keyed.items() if key in keys)
+        done, keys = frozenset[str](), frozenset(edit.key for edit in kept)
+        while keys != done:
+            if (found := self._constraints.completed(keys, keyed, of_gradients)) is None:
+                return None
+            # An edit of several lines is made if each of them is edited.
+            lines = {line for key in found for line in (*keyed[key].lines, *keyed[key].after)}
+            done, keys = (
+                keys,
+                found | {key for key, edit in keyed.items() if edit.casts and lines.issuperset(edit.lines)},
+            )
+        return tuple(edit for key, edit in keyed.items() if key in keys)
 
     def groups_on(self, line: str) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""

@@ -1,7 +1,7 @@
 """What the values of a program come from, and where in a step they are computed."""
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ..._autocast.report import has_floating
@@ -13,6 +13,7 @@ from ..._jaxpr import (
     equations,
     inner_jaxprs,
     is_literal,
+    is_transposed,
     traits_of,
 )
 from .._values.casts import Casts, constants_at
@@ -45,12 +46,26 @@ class Origin(NamedTuple):
     line: str = ""  # For a float32 value, the line that has widened it.
     is_fixed: bool = False  # Whether it depends on numbers and constants alone.
     stage: Stage = Stage.OUTSIDE
+    is_cast: bool = False  # Whether it is what a cast to half gives, perhaps moved.
+    casts: tuple[str, ...] = ()  # Of a half value that enters a function: those that JAX left out.
+    promoted: frozenset[str] = frozenset()  # The edits with which JAX promotes what is rounded still.
 
     @property
     def edits(self) -> frozenset[str]:
-        """The names of the edits that make a half value float32; empty if its dtype follows another value."""
+        """The names of the edits with which a half value is float32; empty if its dtype follows another."""
         own = self.sources - {NONE, LIBRARY}
-        return frozenset(source.name for source in own if not source.autocast)
+        return frozenset(source.name for source in own if not source.autocast) | self.promoted
+
+    def left_out(self, casts: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns those of the casts of a value, the last one first, that JAX left out."""
+        # The jaxpr has the first one, if that is where the value comes from. A line may cast several times.
+        made = [n for n, cast in enumerate(casts) if self.is_cast and self.edits == {cast}]
+        return casts[: made[-1]] if made else casts
+
+    @property
+    def entering(self) -> frozenset[str]:
+        """The same, of a value that enters a function, behind its casts there."""
+        return frozenset({" and ".join(self.casts)}) if self.casts else self.edits
 
 
 def joined(origins: Iterable[Origin]) -> Sources:
@@ -60,11 +75,21 @@ def joined(origins: Iterable[Origin]) -> Sources:
 def both(first: Origin, second: Origin) -> Origin:
     sources, is_fixed = first.sources | second.sources, first.is_fixed and second.is_fixed
     stage = second.stage if first.stage is Stage.OUTSIDE else first.stage
-    return Origin(sources, first.line or second.line, is_fixed, stage)
+    casts, promoted = first.casts or second.casts, first.promoted | second.promoted
+    is_cast = first.is_cast and second.is_cast
+    return Origin(sources, first.line or second.line, is_fixed, stage, is_cast, casts, promoted)
 
 
 def gives_half(equation: Equation) -> bool:
     return any(map(is_narrow, equation.outvars))
+
+
+def is_cast(equation: Equation, operands: Sequence[Origin]) -> bool:
+    """Whether the result of an operation is what a cast to half gives, perhaps moved."""
+    is_move = traits_of(equation.primitive.name).category is Category.MOVE
+    halves = [operand for operand, var in zip(operands, equation.invars) if is_narrow(var)]
+    is_narrowing = equation.primitive.name == "convert_element_type" and not halves
+    return is_narrowing or (is_move and all(operand.is_cast for operand in halves))
 
 
 def widens(equation: Equation) -> bool:
@@ -116,4 +141,23 @@ def operations_of(jaxpr: Jaxpr) -> Iterator[Equation]:
             for inner in inner_jaxprs(equation):
                 yield from operations_of(inner.jaxpr)
         elif has_floating(equation):
+            yield equation
+
+
+def promoting(equation: Equation, operands: Sequence[Origin], casts: Casts) -> Iterator[str]:
+    """Yields the edits of half operands: with one the result is float32, also if it rounds another."""
+    for n, (var, operand) in enumerate(zip(equation.invars, operands)):
+        if is_narrow(var) and not is_literal(var):
+            yield from casts.edits_of(n) if n in casts.operands else operand.edits
+
+
+def forward_operations(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """Yields the operations of a jaxpr but for those of a backward pass."""
+    for equation in equations(jaxpr):
+        if is_transposed(equation):
+            continue
+        if traits_of(equation.primitive.name).category is Category.CALL:
+            for inner in inner_jaxprs(equation):
+                yield from forward_operations(inner.jaxpr)
+        else:
             yield equation

@@ -7,7 +7,7 @@ a cast back to float32. So a source is an edit that a user can write, where a sc
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from ..._jaxpr import (
     Arguments,
@@ -15,6 +15,7 @@ from ..._jaxpr import (
     Equation,
     Forward,
     Jaxpr,
+    Place,
     call_scope,
     inner_jaxprs,
     is_by_autocast,
@@ -24,15 +25,16 @@ from ..._jaxpr import (
     open_jaxpr,
     scope_of,
     traits_of,
+    users_places,
 )
-from ..._jaxpr import equations as equations_of
 from ..._paths import visible_scope
-from .._values.casts import Casts, casts_around, casts_of_operators, constants_at
+from .._values.casts import Casts, casts_of_operators
 from .._values.numbers import Numbers, written
 from .._values.reference import is_narrow
 from .._values.rules import operations_of_rules
 from .._values.sites import line_of
 from .._values.source import names_half
+from .calls import Key, calls_of_checkpoints, casts_of_calls, entering, keys_of, scalars_of_branches
 from .modules import Module, is_of_library
 from .origins import (
     LIBRARY,
@@ -43,17 +45,20 @@ from .origins import (
     Stage,
     both,
     edit_of,
+    forward_operations,
     gives_half,
+    is_cast,
     joined,
     number_in_half,
     of_cast,
     of_constants,
     operations_of,
+    promoting,
     widens,
 )
-from .ties import Found, Ties, keeps_dtypes, scalars_of_branches
+from .ties import Found, Ties, keeps_dtypes
 
-_NO_CASTS = Casts({}, ())
+_NO_CASTS = Casts({})
 
 
 def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Sequence[Module] = ()) -> Found:
@@ -77,12 +82,19 @@ def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Seque
     # A line may convert an array and a number. Only the array tells to which dtype.
     dtypes = {source.name: source.casts for source in every if source.casts != UNKNOWN}
 
+    def after(name: str) -> tuple[str, ...]:
+        """Returns the casts of what comes from a source, and those of what comes from these casts."""
+        found, new = dict[str, None](), dict.fromkeys([name])
+        while new := dict.fromkeys(cast for each in new for cast in search.after[each] if cast not in found):
+            found |= new
+        return tuple(found)
+
     def with_lines(source: Module) -> Module:
         return dataclasses.replace(
             source,
             casts=dtypes.get(source.name, source.casts),
             carries=tuple(search.ties.carried[source.name]) or source.carries,
-            after=tuple(search.after[source.name]),
+            after=after(source.name),
         )
 
     def resolved(equation: Equation) -> Sources:
@@ -100,12 +112,11 @@ def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Seque
     products = {
         n: search.products[id(each)] for n, each in enumerate(operations) if id(each) in search.products
     }
-    others = [*dict.fromkeys(products.values()), *search.of_branches]
+    others = [*dict.fromkeys(products.values()), *map(with_lines, search.others)]
     of_rules = operations_of_rules(traced.jaxpr)
     rules = {n for n, each in enumerate(operations) if id(each) in of_rules}
-    return Found(
-        list(map(resolved, operations)), search.ties.with_casts(search.after), products, others, rules
-    )
+    constraints = search.ties.with_casts({name: after(name) for name in [*search.after]})
+    return Found(list(map(resolved, operations)), constraints, products, others, rules)
 
 
 class _Search(Forward[Origin]):
@@ -114,50 +125,45 @@ class _Search(Forward[Origin]):
     def __init__(self, jaxpr: Jaxpr, numbers: Numbers, layers: Sequence[Module]) -> None:
         super().__init__(self._origins, both, Origin(is_fixed=True))
         # The lines that cast to float32, by a name that the source may not explain.
-        self._widening = set(map(line_of, filter(widens, _forward_operations(jaxpr))))
+        self._widening = set(map(line_of, filter(widens, forward_operations(jaxpr))))
+        self._checkpoints = calls_of_checkpoints(jaxpr)
         self._numbers, self._layers = numbers, layers
-        # By the line of a cast to float32, the sources of what it casts.
-        self._widened: dict[str, Sources] = collections.defaultdict(frozenset)
+        # By the places of an operation that gives float32, the sources of what it takes in half.
+        self._widened: dict[Key, Sources] = collections.defaultdict(frozenset)
         self._narrowed: dict[str, Sources] = collections.defaultdict(frozenset)  # Those of a cast to half.
         # By the name of a source, the casts of what comes from it that JAX left out.
         self.after: dict[str, dict[str, None]] = collections.defaultdict(dict)
         self._differentiated: Sources = frozenset()  # Of the half values that a forward pass takes.
-        # By its line, what an operation of a forward pass comes from, and so its backward pass.
-        self._of_line: dict[tuple[str, bool], Sources] = {}
+        # By its places, what an operation of a forward pass comes from, and so its backward pass.
+        self._forward: dict[tuple[Key, bool], Sources] = {}
         self.ties = Ties()
         self._results: dict[int, list[Origin]] = {}  # Of each jaxpr when it was last run.
-        self.of_branches: dict[Module, None] = {}  # The edits of the scalars that branches return.
+        self.others: dict[Module, None] = {}  # The edits of what loops and branches take and return.
         self.products: dict[int, Module] = {}  # Of an autocast inside, by their ids: their scopes.
-        self.rounding = set[int]()  # The ids of the equations that read gradients in half, and give float32.
+        self.rounding = set[int]()  # The ids of equations that round what they read, and give float32.
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
         self._results[id(open_jaxpr(jaxpr))] = results = super().run(jaxpr, inputs)
         return results
 
     def _call(self, equation: Equation, operands: Sequence[Origin]) -> list[Origin]:
-        operands = self._with_constants(equation, operands)
+        if self._stage(equation) is Stage.BACKWARD:
+            return super()._call(equation, operands)
+        line, places = line_of(equation), self._places(equation)
+        entered, edits = entering(equation, line, places, operands, self.ties, self._is_no_widening)
+        operands = [entered.get(n, operand) for n, operand in enumerate(operands)]
+        self.others |= dict.fromkeys(edits)
         results = super()._call(equation, operands)
-        if self._stage(equation) is not Stage.BACKWARD:
-            inner = [[*self._results[id(open_jaxpr(part.jaxpr))]] for part in inner_jaxprs(equation)]
-            for (branch, n), edit in scalars_of_branches(equation).items():
-                self.of_branches[edit] = None
-                inner[branch][n] = Origin(frozenset({edit}))
-                results[n] = both(results[n], inner[branch][n])
-            self.ties.of_call(equation, operands, inner, results)
+        inner = [[*self._results[id(open_jaxpr(part.jaxpr))]] for part in inner_jaxprs(equation)]
+        for (branch, n), edit in scalars_of_branches(equation).items():
+            self.others[edit] = None
+            inner[branch][n] = Origin(frozenset({edit}))
+            results[n] = both(results[n], inner[branch][n])
+        self.ties.of_call(equation, operands, inner, results)
+        if any(map(is_narrow, equation.outvars)):
+            around = casts_of_calls(line, equation.primitive.name, places, {}).only(self._is_no_widening)
+            self._note_after(frozenset[str]().union(*(each.edits for each in results)), around.of_result)
         return results
-
-    def _with_constants(self, equation: Equation, operands: Sequence[Origin]) -> Sequence[Origin]:
-        """Returns the operands of a call; the half scalars among them come from the calls that make them."""
-        scalars = [n for n, var in enumerate(equation.invars) if is_narrow(var) and is_literal(var)]
-        if not scalars or self._stage(equation) is Stage.BACKWARD:
-            return operands
-        line = line_of(equation)
-        edits = list(map(number_in_half, constants_at(line, equation.primitive.name)))
-        if len(edits) != len(scalars):
-            is_loop = equation.primitive.name in ("scan", "while")
-            edits = [Module(f"the carry of {line}", "", carries=(line,))] * len(scalars) if is_loop else []
-        named = dict(zip(scalars, (frozenset({edit}) for edit in edits)))
-        return [origin._replace(sources=named.get(n, origin.sources)) for n, origin in enumerate(operands)]
 
     def _origins(self, equation: Equation, operands: list[Origin]) -> list[Origin]:
         line = self._line(equation)
@@ -165,12 +171,18 @@ class _Search(Forward[Origin]):
         stage = self._stage(equation)
         operands = self._across_gradient(equation, operands, stage, line)
         casts = self._left_out(equation, operands, line, stage)
-        if widens(equation):
-            self._widened[line] |= operands[0].sources
+        left_out = edit_of(equation, casts)
+        halves = [operand for operand, var in zip(operands, equation.invars) if is_narrow(var)]
+        if halves and not is_half and stage is not Stage.BACKWARD:
+            for key in self._keys(equation, line):
+                self._widened[key] |= left_out or joined(halves)
         is_fixed = all(origin.is_fixed for origin in operands)
-        sources = edit_of(equation, casts) or self._taken(operands, line) | self.of_numbers(equation)
+        sources = left_out or self._taken(operands, line) | self.of_numbers(equation)
         if is_half:
             sources = self._of_half(equation, line, sources, is_fixed, stage)
+            sources = self._as_in_forward(equation, sources, stage, line)
+        elif left_out:  # It rounds an operand that JAX then promotes.
+            self.rounding.add(id(equation))
             sources = self._as_in_forward(equation, sources, stage, line)
         elif widens(equation) and stage is Stage.BACKWARD:
             # The gradient of a half value is rounded to half, whatever computes it.
@@ -178,22 +190,33 @@ class _Search(Forward[Origin]):
             sources = self._narrowed[line] or sources
         sources = (self._layer_of(equation) if sources else None) or sources
         lines = ("" if is_narrow(var) else line for var in equation.outvars)
+        is_promoted = is_half and stage is not Stage.BACKWARD
+        promoted = frozenset(promoting(equation, operands, casts)) if is_promoted else frozenset[str]()
         if is_half:
-            self._note_after(sources, casts.of_result)
-        return [Origin(sources, own, is_fixed, stage) for own in lines]
+            self._note_after(promoted.union(source.name for source in sources), casts.of_result)
+        made = is_half and is_cast(equation, operands)
+        return [Origin(sources, own, is_fixed, stage, made, promoted=promoted) for own in lines]
 
     def _line(self, equation: Equation) -> str:
         # A function that JAX jits, such as `jax.nn.one_hot`, has no line of its own: that of its call counts.
         return next(filter(None, map(line_of, (equation, *reversed(self.calls)))), "")
+
+    def _places(self, equation: Equation) -> list[Place]:
+        """Returns the expression that made an equation, and the calls around it, inner first."""
+        # JAX keeps the frames of the function that it traces, and those of its call in the equation around.
+        return [place for each in (equation, *reversed(self.calls)) for place in users_places(each)]
+
+    def _keys(self, equation: Equation, line: str) -> list[Key]:
+        return keys_of(line, self._places(equation), self._checkpoints)
 
     def _taken(self, operands: Sequence[Origin], line: str) -> Sources:
         """Returns what the operands of an operation come from."""
         # `jnp.mean` of half values widens them, sums, and casts back, on one line: the user wrote no cast.
         return joined(origin for origin in operands if origin.line in ("", line))
 
-    def _note_after(self, sources: Sources, casts: Sequence[str]) -> None:
-        for source in sources:
-            self.after[source.name] |= dict.fromkeys(casts)
+    def _note_after(self, edits: Iterable[str], casts: Sequence[str]) -> None:
+        for edit in edits:
+            self.after[edit] |= dict.fromkeys(casts)
 
     def _autocast_around(self, equation: Equation) -> Module | None:
         """Returns the scope of an operation that an autocast inside runs; None for another one."""
@@ -217,12 +240,12 @@ class _Search(Forward[Origin]):
         casts = _NO_CASTS if is_of_library(line) else self._casts_of(equation, operands, line)
         # JAX promotes a number to the dtype of the other operand, except in a function that does not promote.
         keeps = keeps_dtypes(equation) and not self._layer_of(equation)
-        left = dict[int, str]()
+        left = dict[int, tuple[str, ...]]()
         for position, (var, operand) in enumerate(zip(equation.invars, operands)):
-            cast = casts.operands.get(position)
-            is_in_half = is_narrow(var) and (keeps or not is_literal(var))
-            if cast and is_in_half and operand.edits != {cast}:
-                left[position] = cast
+            own = casts.operands.get(position, ())
+            lines = operand.left_out(own if {*operand.casts} <= {*own} else (*own, *operand.casts))
+            if lines and is_narrow(var) and (keeps or not is_literal(var)):
+                left[position] = lines
         left_out = casts._replace(operands=left)
         self.ties.of_casts(equation, operands, left_out)
         if keeps:
@@ -234,35 +257,24 @@ class _Search(Forward[Origin]):
         category = traits_of(equation.primitive.name).category
         if is_of_library(line) or equation.primitive.name == "convert_element_type":
             return sources
-        key = line, category is Category.ALLOW
+        keys = [(key, category is Category.ALLOW) for key in self._keys(equation, line)]
         if stage is Stage.BACKWARD:
-            return self._of_line.get(key) or sources
+            return next(filter(None, map(self._forward.get, keys)), sources)
         # JAX moves operands before it computes with them: it broadcasts one.
         if stage is Stage.OUTSIDE or category is Category.MOVE:
             return sources
         # Of the operations that begin at one place, the first one may be in half where the last one is not.
-        self._of_line[key] = self._of_line.get(key, sources) & sources
+        self._forward |= {key: self._forward.get(key, sources) & sources for key in keys}
         return sources
 
     def _casts_of(self, equation: Equation, operands: list[Origin], line: str) -> Casts:
         """Returns the casts of the expression that made an equation."""
-
-        # Of several expressions that begin at one place, `a @ b` and `a @ b @ c`, it is one whose casts of
-        # float32 operands are in the jaxpr, or of a number.
-        def is_known(casts):
-            pairs = enumerate(zip(equation.invars, operands))
-            own = [(casts.operands[at], var, operand) for at, (var, operand) in pairs if at in casts.operands]
-            return any(is_literal(var) or operand.edits == {cast} for cast, var, operand in own)
-
         # JAX broadcasts the operands of an operator on the line on which it begins.
         if equation.primitive.name == "broadcast_in_dim" and operands[0].edits & casts_of_operators(line):
             return _NO_CASTS
-        every = casts_around(line, equation.primitive.name)
+        found = casts_of_calls(line, equation.primitive.name, self._places(equation), self._checkpoints)
         # What an autocast inside has in half is float32 for its function, which may cast it to float32.
-        is_sure = names_half if self._autocast_around(equation) else self._is_no_widening
-        every = [casts.only(is_sure) for casts in every]
-        found = every if len(every) < 2 else list(filter(is_known, every))
-        return found[0] if len(found) == 1 else _NO_CASTS
+        return found.only(names_half if self._autocast_around(equation) else self._is_no_widening)
 
     def _is_no_widening(self, line: str) -> bool:
         return line not in self._widening
@@ -302,7 +314,8 @@ class _Search(Forward[Origin]):
         """Returns the sources of a half result whose operands have the given ones."""
         # A cotangent has the dtype of the value whose gradient it is: what this line has cast to float32.
         if equation.primitive.name == "convert_element_type" and stage is Stage.BACKWARD:
-            return self._widened[line] or frozenset({NONE})
+            found = (self._widened[key] for key in self._keys(equation, line))
+            return next(filter(None, found), frozenset({NONE}))
         autocast, is_of_jax = self._autocast_around(equation), stage is Stage.BACKWARD
         is_product = traits_of(equation.primitive.name).category is Category.ALLOW
         if autocast is not None and is_product and not is_of_jax:
@@ -329,15 +342,3 @@ class _Search(Forward[Origin]):
             return frozenset()
         scope = self._scope(equation)
         return frozenset(layer for layer in self._layers if f"{scope}/".startswith(f"{layer.name}/"))
-
-
-def _forward_operations(jaxpr: Jaxpr) -> Iterator[Equation]:
-    """Yields the operations of a jaxpr but for those of a backward pass."""
-    for equation in equations_of(jaxpr):
-        if is_transposed(equation):
-            continue
-        if traits_of(equation.primitive.name).category is Category.CALL:
-            for inner in inner_jaxprs(equation):
-                yield from _forward_operations(inner.jaxpr)
-        else:
-            yield equation

@@ -7,12 +7,12 @@ import collections
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from ..._jaxpr import Equation, inner_jaxprs, is_literal, is_of_lax, open_jaxpr
-from .._values.casts import Casts, constants_at
+from ..._jaxpr import Equation, inner_jaxprs, is_of_lax
+from .._values.casts import Casts
 from .._values.reference import is_narrow
 from .._values.sites import line_of
 from .modules import Module
-from .origins import Origin, Sources, number_in_half
+from .origins import Origin, Sources
 
 Tie: TypeAlias = tuple[frozenset[str], ...]
 """Half values that must share a dtype. Each is the set of the names of the edits that make it float32."""
@@ -69,13 +69,13 @@ class Ties:
     def of_operands(self, equation: Equation, operands: Sequence[Origin], left_out: Casts) -> None:
         """Notes that the half operands of an equation have one dtype, but for casts that JAX left out."""
         values = {n: operands[n].edits for n, var in enumerate(equation.invars) if is_narrow(var)}
-        own = {n: frozenset({left_out.edit, cast}) for n, cast in left_out.operands.items()}
+        own = {n: left_out.edits_of(n) for n in left_out.operands}
         self._add((values | own).values())
 
     def of_casts(self, equation: Equation, operands: Sequence[Origin], left_out: Casts) -> None:
         """Notes the casts that round a gradient where the backward pass has no equation that does so."""
-        for n, cast in left_out.operands.items():
-            own, edits = frozenset({left_out.edit, cast}), operands[n].edits
+        for n in left_out.operands:
+            own, edits = left_out.edits_of(n), operands[n].edits
             # A cast to float32 in its place has a gradient in half, as long as its operand is in half.
             self._needs[own, edits] = None
             # The gradient of a sum is that of its result: left in the program, such a cast rounds it.
@@ -93,10 +93,10 @@ class Ties:
         name, body = equation.primitive.name, inner_jaxprs(equation)[-1]
         for n, var in enumerate(equation.outvars):
             if is_narrow(var) and name == "cond":
-                self._add(branch[n].edits for branch in inner)
+                self._add(branch[n].entering for branch in inner)
             elif is_narrow(var) and name in ("scan", "while") and n < body.carried:
-                first = operands[body.operands[body.constants + n]].edits
-                self._add((first, inner[-1][n].edits))
+                first = operands[body.operands[body.constants + n]].entering
+                self._add((first, inner[-1][n].entering))
                 for source in () if first else results[n].sources:
                     self.carried[source.name][line_of(equation)] = None
 
@@ -123,20 +123,6 @@ def keeps_dtypes(equation: Equation) -> bool:
     # Products take them. Of several results, as those of a sort, each has its own.
     has_one_dtype = len(equation.outvars) == 1 and not name.endswith(("dot_general", "convert_element_type"))
     return has_one_dtype and is_of_lax(equation)
-
-
-def scalars_of_branches(equation: Equation) -> dict[tuple[int, int], Module]:
-    """Returns the edit of each half scalar that branches of a `cond` return, by branch and result."""
-    if equation.primitive.name != "cond":
-        return {}
-    parts = enumerate(open_jaxpr(part.jaxpr).outvars for part in inner_jaxprs(equation))
-    results = [(branch, n, var) for branch, outvars in parts for n, var in enumerate(outvars)]
-    scalars = [(branch, n) for branch, n, var in results if is_literal(var) and is_narrow(var)]
-    line = line_of(equation)
-    edits = list(map(number_in_half, constants_at(line, "cond")))
-    # Without its line it is no edit, and no other half result of the branches is widened.
-    edits = edits if len(edits) == len(scalars) else [Module(f"a branch on {line}", "")] * len(scalars)
-    return dict(zip(scalars, edits))
 
 
 def rules_needed(

@@ -7,9 +7,12 @@ left out, the others are casts as well. So where they are is read from the sourc
 import ast
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 
+from ..._jaxpr import Equation, Place, inner_jaxprs
+from .callers import argument, call_at, entering, is_parameter, is_returned
 from .source import Source, assigned, expressions_at, operands_of
 
 _CONVERSIONS = ("astype", "asarray", "array", "convert_element_type")
@@ -26,33 +29,121 @@ _OPERATORS = {
 class Casts(NamedTuple):
     """The casts to half in an expression: where each is, as `file.py:12:4 (function)`."""
 
-    operands: dict[int, str]  # By the position of the operand that is cast.
-    of_result: tuple[str, ...]  # Those of the result, or of the name that it is assigned to.
+    operands: dict[int, tuple[str, ...]]  # By the position of the operand that is cast; the last cast first.
+    of_result: tuple[str, ...] = ()  # Those of the result, or of the name that it is assigned to.
+    # By their positions, the expressions of the operands, each with what it is in, and the function around.
+    given: Mapping[int, tuple[ast.expr, ast.AST, str]] = MappingProxyType({})
+    returned: ast.AST | None = None  # The expression, if the function returns it.
 
     @property
     def lines(self) -> tuple[str, ...]:
         """The lines of the casts of operands."""
-        return tuple(dict.fromkeys(self.operands.values()))
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(self.operands.values())))
 
     @property
     def edit(self) -> str:
         """The name of the edit of these lines."""
         return " and ".join(self.lines)
 
+    def edits_of(self, position: int) -> frozenset[str]:
+        """Returns the names of the edits that make an operand float32: of all these lines, or of its own."""
+        return frozenset({self.edit, " and ".join(self.operands[position])})
+
     def only(self, is_kept: Callable[[str], bool]) -> "Casts":
         """Returns the casts on the lines that are kept."""
-        operands = {position: line for position, line in self.operands.items() if is_kept(line)}
-        return Casts(operands, tuple(filter(is_kept, self.of_result)))
+        kept = {position: tuple(filter(is_kept, lines)) for position, lines in self.operands.items()}
+        operands = {position: lines for position, lines in kept.items() if lines}
+        return self._replace(operands=operands, of_result=tuple(filter(is_kept, self.of_result)))
 
 
-def casts_around(line: str, primitive: str) -> Sequence[Casts]:
+def casts_around(line: str, primitive: str, places: Sequence[Place] = ()) -> Sequence[Casts]:
     """Returns the casts of each expression that begins at a line and may have made an operation.
 
-    If an operator may have made it, no other expression has.
+    If an operator may have made it, no other expression has. `places` has the expression that did, and the
+    calls around it, inner first.
     """
     source, nodes = expressions_at(line)
     function = line.partition(" ")[2]
-    return _casts_around(source, tuple(nodes), function, primitive) if source is not None else ()
+    if source is None:
+        return ()
+    exact = tuple(node for node in nodes if any(place.is_at(node) for place in places[:1])) or tuple(nodes)
+    found = _casts_around(source, exact, function, primitive)
+    every = [_with_callers(source, casts, places[1:]) for casts in found]
+    # JAX promotes one operand of an operator with a conversion of its own.
+    is_promotion = primitive == "convert_element_type" and any(isinstance(node, ast.BinOp) for node in exact)
+    return [_of_promoted(casts) for casts in every] if is_promotion else every
+
+
+def merged(every: Sequence[Casts]) -> Casts:
+    """Returns the casts around one expression of all calls of its function."""
+    positions = {position: None for casts in every for position in casts.operands}
+    lines = {n: dict.fromkeys(line for each in every for line in each.operands.get(n, ())) for n in positions}
+    results = dict.fromkeys(line for casts in every for line in casts.of_result)
+    operands = {position: tuple(own) for position, own in lines.items()}
+    return every[0]._replace(operands=operands, of_result=tuple(results))
+
+
+def _of_promoted(casts: Casts) -> Casts:
+    """Returns the casts around the conversion of one operand, which is the only one that is in half."""
+    places = [*casts.operands.values()]
+    return casts._replace(operands={0: places[0]} if len(places) == 1 else {}, of_result=())
+
+
+def _with_callers(source: Source, casts: Casts, callers: Sequence[Place]) -> Casts:
+    """Adds the casts of the arguments and of the results of the functions around an operation."""
+    found = {at: tuple(_casts_at(source, *operand, callers)) for at, operand in casts.given.items()}
+    operands = {at: lines for at, lines in found.items() if lines}
+    returned = _casts_of_call(source, casts.returned, callers) if casts.returned is not None else ()
+    return casts._replace(operands=operands, of_result=(*casts.of_result, *returned))
+
+
+def _casts_at(
+    source: Source, given: ast.expr, node: ast.AST, function: str, callers: Sequence[Place]
+) -> Iterator[str]:
+    """Yields where an operand of an expression is cast, the last cast first; a parameter also by callers.
+
+    JAX knows the function around the expression as `function`.
+    """
+    while (cast := cast_of(source, given)) is not None:
+        yield _place_of(source, node, cast, function)
+        given = cast.operand
+    if not callers or not isinstance(given, ast.Name) or not is_parameter(source, given):
+        return
+    caller, *outer = callers
+    if (found := call_at(caller)) is not None and (value := argument(source, given, found[1])) is not None:
+        yield from _casts_at(found[0], value, found[1], f"({caller.function})", outer)
+
+
+def _casts_of_call(source: Source, node: ast.AST, callers: Sequence[Place]) -> Iterator[str]:
+    """Yields where callers cast what a function returns."""
+    for caller in callers:
+        if not is_returned(source, node) or (found := call_at(caller)) is None:
+            return
+        source, node = found
+        for cast in _casts_of_result(source, node):
+            yield _place_of(source, node, cast, f"({caller.function})")
+
+
+def casts_entering(equation: Equation, places: Sequence[Place]) -> dict[int, tuple[str, ...]]:
+    """Returns the casts of what branches take, and of that with which a loop starts, by their operands.
+
+    They and `places` are as in `casts_around`.
+    """
+    name = equation.primitive.name
+    if name not in ("cond", "scan", "while") or not places or (found := call_at(places[0])) is None:
+        return {}
+    source, call = found
+    function, callers = f"({places[0].function})", places[1:]
+    leaves = list(itertools.chain.from_iterable(_leaves(source, each) for each in entering(call)))
+    casts = [tuple(_casts_at(source, leaf, call, function, callers)) for leaf in leaves]
+    # A `cond` closes over the arrays before these, and a `fori_loop` carries its indexes before them.
+    body = inner_jaxprs(equation)[-1]
+    carried = body.operands[body.constants :][: body.carried]
+    pairs = list(zip(reversed(range(len(equation.invars)) if name == "cond" else carried), reversed(casts)))
+    # A name may stand for several arrays, so that those before it have no known place.
+    is_known = name != "cond" and len(carried) - len(casts) in (0, 1, 2)
+    last = pairs if is_known else itertools.takewhile(lambda pair: pair[1], pairs)
+    return {n: lines for n, lines in last if lines}
 
 
 def casts_of_operators(line: str) -> set[str]:
@@ -61,7 +152,8 @@ def casts_of_operators(line: str) -> set[str]:
     function = line.partition(" ")[2]
     pairs = [(node, name) for node in nodes for name in _OPERATORS if is_operator(node, name)]
     found = (_casts_around(source, (node,), function, name) for node, name in pairs if source is not None)
-    return {cast for casts in found for each in casts for cast in each.lines}
+    own = (_with_callers(source, each, ()) for casts in found for each in casts if source is not None)
+    return {lines[0] for each in own for lines in each.operands.values()}
 
 
 class Cast(NamedTuple):
@@ -73,21 +165,25 @@ class Cast(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _casts_around(source: Source, nodes: Sequence[ast.AST], function: str, primitive: str) -> Sequence[Casts]:
-
-    def place(node: ast.AST, cast: Cast) -> str:
-        # JAX may know the function here by another name, as that of a comprehension.
-        is_here = source.functions_around(cast.call) == source.functions_around(node)
-        return f"{source.place(cast.call)} {function}".strip() if is_here else source.line(cast.call)
-
     found = []
     others = [node for node in nodes if isinstance(node, (ast.Call, ast.Subscript))]
-    for node in [node for node in nodes if is_operator(node, primitive)] or others:
+    is_promotion = primitive == "convert_element_type"
+    operators = [node for node in nodes if is_operator(node, primitive)]
+    operators = [node for node in nodes if isinstance(node, ast.BinOp)] if is_promotion else operators
+    for node in operators or others:
         if _conversion(source, node) is None:
-            operands = enumerate(_operands(node, primitive))
-            casts = ((at, cast_of(source, operand)) for at, operand in operands)
-            own = {at: place(node, cast) for at, cast in casts if cast is not None}
-            found.append(Casts(own, tuple(place(node, cast) for cast in _casts_of_result(source, node))))
+            operands = {at: (each, node, function) for at, each in enumerate(_operands(node, primitive))}
+            results = (_place_of(source, node, cast, function) for cast in _casts_of_result(source, node))
+            returned = node if is_returned(source, node) else None
+            found.append(Casts({}, tuple(results), operands, returned))
     return found
+
+
+def _place_of(source: Source, node: ast.AST, cast: Cast, function: str) -> str:
+    """Returns where a cast is, of an expression in a function that JAX knows by a name."""
+    # JAX may know the function here by another name, as that of a comprehension.
+    is_here = source.functions_around(cast.call) == source.functions_around(node)
+    return f"{source.place(cast.call)} {function}".strip() if is_here else source.line(cast.call)
 
 
 def constants_at(line: str, primitive: str) -> list[str]:
@@ -110,7 +206,7 @@ def constants_at(line: str, primitive: str) -> list[str]:
 def _leaves(source: Source, node: ast.expr) -> Iterator[ast.expr]:
     """Yields the leaves of a tree that an expression or its name stands for, or that a lambda returns."""
     node = node.body if isinstance(node, ast.Lambda) else node
-    values = list(_values(source, node)) if isinstance(node, ast.Name) else []
+    values = list(source.values_of(node)) if isinstance(node, ast.Name) else []
     trees = [value for value in values if isinstance(value, (ast.Tuple, ast.List, ast.Dict))]
     yield from _flat(trees[0] if len(values) == len(trees) == 1 else node)
 
@@ -121,16 +217,10 @@ def _flat(node: ast.expr) -> Iterator[ast.expr]:
         yield from [child] if child is node else _flat(child)
 
 
-def _values(source: Source, node: ast.Name) -> Sequence[ast.expr]:
-    """Returns what the innermost function that assigns a name gives to it."""
-    functions = source.functions_around(node)
-    return next(filter(None, (assigned(each, ast.Name, node.id) for each in functions)), ())
-
-
 def _constant(source: Source, node: ast.expr) -> ast.Call | None:
     """Returns the call that makes a scalar in half, which an expression is, or the only one of its name."""
     if isinstance(node, ast.Name):
-        values = (value for value in _values(source, node) if not isinstance(value, ast.Name))
+        values = (value for value in source.values_of(node) if not isinstance(value, ast.Name))
         found = [_constant(source, value) for value in values]
         own = [call for call in found if call is not None]
         return own[0] if len(own) == 1 else None
@@ -221,7 +311,7 @@ def cast_of(source: Source, node: ast.expr) -> Cast | None:
     """Returns the cast to half that an expression is, or that its name stands for."""
     if not isinstance(node, ast.Name):
         return _conversion(source, node)
-    functions, values = source.functions_around(node), _values(source, node)
+    functions, values = source.functions_around(node), source.values_of(node)
     before = [value for value in values if _end(value) < (node.lineno, node.col_offset)]
     # The last value before this line, if no loop or branch lies between them.
     is_sure = len(values) == 1 or (functions and before and source.is_straight(functions[0], before[-1]))

@@ -19,6 +19,7 @@ from ..._jaxpr import (
     bind,
     equations,
     inner_jaxprs,
+    is_by_autocast,
     is_recomputed,
     is_transposed,
     open_jaxpr,
@@ -34,8 +35,9 @@ def casts_in_rule(equation: Equation) -> bool:
     if equation.primitive.name not in ("custom_jvp_call", "custom_vjp_call"):
         return False
     function = open_jaxpr(inner_jaxprs(equation)[0].jaxpr)
-    # Those of JAX follow the dtypes of the operands: "relu at /site-packages/jax/_src/nn/functions.py:60".
-    if "site-packages" in str(function.debug_info.func_src_info):
+    # Those of JAX follow the dtypes of the operands: "relu at /site-packages/jax/_src/nn/functions.py:60". An
+    # autocast inside runs a function of its own.
+    if "site-packages" in str(function.debug_info.func_src_info) and not is_by_autocast(equation):
         return False
     # A cast of what is in half already is not in the jaxpr of the rule.
     if any(map(is_narrow, equation.invars)):
@@ -91,9 +93,14 @@ def _may_cast(line: str, otherwise_not: bool = False) -> bool:
     source, nodes = expressions_at(line)
     if source is None:
         return not otherwise_not
-    # What JAX makes for an operator is no rule.
-    called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
-    rules = [rule for name in called for rule in _rules_in(source).get(name, ())]
+    # What JAX makes for an operator, or for a function of its own, is no rule.
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    named = (ast.unparse(call.func) for call in calls if isinstance(call.func, (ast.Name, ast.Attribute)))
+    called = {name for name in named if not _is_of_jax(source.value_of(name))}
+    # A name is that of a function around both.
+    around = {function for call in calls for function in source.functions_around(call)}
+    every = (rule for name in called for rule in _rules_in(source).get(name, ()))
+    rules = [rule for rule in every if around.issuperset(source.functions_around(rule))]
     if not rules:
         return bool(called) and not otherwise_not
     return any(_makes_half(source, rule, set()) for rule in rules)
@@ -136,5 +143,7 @@ def _is_of_jax(value: Any) -> bool:
 
 
 def _is_of_module(source: Source, node: ast.expr) -> bool:
-    """Whether an attribute is that of a module."""
-    return isinstance(source.value_of(ast.unparse(node).partition(".")[0]), types.ModuleType)
+    """Whether a name with dots begins with a module."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and isinstance(source.value_of(node.id), types.ModuleType)

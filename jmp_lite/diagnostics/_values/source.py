@@ -57,6 +57,11 @@ class Source:
         """Returns the functions around an expression, inner first."""
         return [each for each in self.around[node] if isinstance(each, FUNCTIONS)]
 
+    def values_of(self, node: ast.Name) -> Sequence[ast.expr]:
+        """Returns what the innermost function that assigns a name gives to it."""
+        functions = self.functions_around(node)
+        return next(filter(None, (assigned(each, ast.Name, node.id) for each in functions)), ())
+
     def name_of(self, functions: Sequence[Any]) -> str:
         """Returns the qualified name of the first of the functions around an expression, as Python has it."""
         if not functions:

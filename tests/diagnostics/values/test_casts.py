@@ -27,9 +27,10 @@ def casts(expression, primitive, before="", row=3, column=11):
         assert name == names[int(row)]
         return int(row), int(column)
 
-    found = filter(any, casts_around(f"{FILE}:{row}:{column} (fun)", primitive))
+    every = casts_around(f"{FILE}:{row}:{column} (fun)", primitive)
+    found = (each for each in every if each.operands or each.of_result)
     return [
-        ({at: place(line) for at, line in each.operands.items()}, [*map(place, each.of_result)])
+        ({at: [*map(place, lines)] for at, lines in each.operands.items()}, [*map(place, each.of_result)])
         for each in found
     ]
 
@@ -37,23 +38,27 @@ def casts(expression, primitive, before="", row=3, column=11):
 @pytest.mark.parametrize(
     ("expression", "primitive", "expected"),
     [
-        ("x.astype(H) @ a", "dot_general", [({0: (3, 11)}, [])]),
-        ("x @ jnp.asarray(a, H)", "dot_general", [({1: (3, 15)}, [])]),
+        ("x.astype(H) @ a", "dot_general", [({0: [(3, 11)]}, [])]),
+        ("x @ jnp.asarray(a, H)", "dot_general", [({1: [(3, 15)]}, [])]),
         ("x.astype(H) @ a", "mul", []),  # Another operation of the same place, such as a broadcast.
-        ("x.astype(H) * a + b.astype(H)", "mul", [({0: (3, 11)}, [])]),
-        ("x.astype(H) * a + b.astype(H)", "add", [({1: (3, 29)}, [])]),
-        ("jnp.tanh(x.astype(H))", "tanh", [({0: (3, 20)}, [])]),
-        ("x.astype(H).sum()", "reduce_sum", [({0: (3, 11)}, [])]),
+        ("x.astype(H) * a + b.astype(H)", "mul", [({0: [(3, 11)]}, [])]),
+        ("x.astype(H) * a + b.astype(H)", "add", [({1: [(3, 29)]}, [])]),
+        ("jnp.tanh(x.astype(H))", "tanh", [({0: [(3, 20)]}, [])]),
+        ("x.astype(H).sum()", "reduce_sum", [({0: [(3, 11)]}, [])]),
         ("jnp.asarray(jnp.tanh(x), H)", "tanh", []),  # The place is that of the cast.
         ("x.astype(b.dtype) @ a", "dot_general", []),  # It follows `b`.
         ("jnp.zeros(3, H) + a", "add", []),  # It converts nothing.
-        ("lax.select(x, a.astype(H), b)", "select_n", [({2: (3, 25)}, [])]),
-        ("jnp.where(x, a, b.astype(H))", "select_n", [({1: (3, 27)}, [])]),
-        ("lax.select_n(x, a.astype(H), b)", "select_n", [({1: (3, 27)}, [])]),
-        ("lax.concatenate([a, b.astype(H)], 0)", "concatenate", [({1: (3, 31)}, [])]),
-        ("half(x) @ a", "dot_general", [({0: (6, 11)}, [])]),
-        ("x @ to_half(a, b)", "dot_general", [({1: (4, 23)}, [])]),
+        ("lax.select(x, a.astype(H), b)", "select_n", [({2: [(3, 25)]}, [])]),
+        ("jnp.where(x, a, b.astype(H))", "select_n", [({1: [(3, 27)]}, [])]),
+        ("lax.select_n(x, a.astype(H), b)", "select_n", [({1: [(3, 27)]}, [])]),
+        ("lax.concatenate([a, b.astype(H)], 0)", "concatenate", [({1: [(3, 31)]}, [])]),
+        ("half(x) @ a", "dot_general", [({0: [(6, 11)]}, [])]),
+        ("x @ to_half(a, b)", "dot_general", [({1: [(4, 23)]}, [])]),
         ("other(x) @ a", "dot_general", []),  # It does more than that.
+        ("half(x.astype(H)) @ a", "dot_general", [({0: [(6, 11), (3, 16)]}, [])]),  # The last one first.
+        # A promotion is that of the one operand in half.
+        ("x.astype(H) @ a", "convert_element_type", [({0: [(3, 11)]}, [])]),
+        ("x.astype(H) @ half(a)", "convert_element_type", []),
     ],
 )
 def test_the_casts_of_operands_are_found_by_position(expression, primitive, expected):
@@ -77,13 +82,14 @@ def test_the_casts_of_a_result_are_those_of_the_name_that_it_is_assigned_to():
 
 
 def test_a_name_stands_for_the_cast_that_it_is_assigned_once():
-    assert casts("y @ a", "dot_general", "y = x.astype(H)") == [({0: (2, 8)}, [])]
+    assert casts("y @ a", "dot_general", "y = x.astype(H)") == [({0: [(2, 8)]}, [])]
     assert casts("y @ a", "dot_general", "y = x.astype(H); y = y + 1") == []
-    assert casts("y @ a", "dot_general", "y = x + 1; y = x.astype(H)") == [({0: (2, 19)}, [])]
-    assert casts("y @ a", "dot_general", "y, z = x.astype(H), b") == [({0: (2, 11)}, [])]
+    assert casts("y @ a", "dot_general", "y = x + 1; y = x.astype(H)") == [({0: [(2, 19)]}, [])]
+    assert casts("y @ a", "dot_general", "y, z = x.astype(H), b") == [({0: [(2, 11)]}, [])]
     # The one that is assigned in a branch may be the other one.
     assert casts("y @ a", "dot_general", "y = x + 1\n    if b: y = x.astype(H)", row=4) == []
     assert casts("x @ a", "dot_general", "y = x.astype(H)") == []
+    assert casts("y @ a", "dot_general", "y = x.astype(H); y = half(y)") == [({0: [(6, 11), (2, 8)]}, [])]
 
 
 def loss(p, x):

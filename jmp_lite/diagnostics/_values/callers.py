@@ -1,0 +1,91 @@
+"""Follows values out of functions: to the argument of a parameter, and to the call that has a result."""
+
+import ast
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from ..._jaxpr import Place
+from .source import FUNCTIONS, Source, assigned, defaults_of, expressions_at
+
+_LOOPS = (ast.For, ast.While)
+_CARRIED = {"fori_loop": 3, "while_loop": 2, "scan": 1}
+"""The position of the start of each loop of JAX."""
+_FIRST_ARGUMENT = {"cond": 3, "switch": 2, "apply": 1}
+"""The position of the argument for the first parameter of the function that is called."""
+
+
+def call_at(place: Place) -> tuple[Source, ast.Call] | None:
+    """Returns the call of a place; None if the place is another expression, or has no source."""
+    row, column = place.start
+    source, nodes = expressions_at(f"{place.file}:{row}:{column}")
+    call = next((node for node in nodes if isinstance(node, ast.Call) and place.is_at(node)), None)
+    return (source, call) if source is not None and call is not None else None
+
+
+def is_parameter(source: Source, name: ast.Name) -> bool:
+    """Whether a name is a parameter of the innermost function around it, with the value of the call."""
+    functions = source.functions_around(name)
+    if not functions or name.id not in defaults_of(functions[0]):
+        return False
+    values = assigned(functions[0], ast.Name, name.id)
+    is_looped = bool(values) and any(isinstance(node, _LOOPS) for node in ast.walk(functions[0]))
+    place = name.lineno, name.col_offset
+    return not is_looped and all((value.end_lineno, value.end_col_offset) > place for value in values)
+
+
+def is_returned(source: Source, node: ast.AST) -> bool:
+    """Whether the innermost function around an expression returns it, or the name that it is assigned to."""
+    functions, outer = source.functions_around(node), source.outer.get(node)
+    while isinstance(outer, ast.Subscript):
+        node, outer = outer, source.outer.get(outer)
+    if not functions:
+        return False
+    if isinstance(outer, ast.Assign) and isinstance(outer.targets[0], ast.Name):
+        values, name = assigned(functions[0], ast.Name, outer.targets[0].id), outer.targets[0].id
+        returns = (each.value for each in ast.walk(functions[0]) if isinstance(each, ast.Return))
+        is_named = any(isinstance(value, ast.Name) and value.id == name for value in returns)
+        return is_named and values[-1] is node
+    return isinstance(outer, ast.Return) or outer is functions[0]
+
+
+def argument(source: Source, name: ast.Name, call: ast.Call) -> ast.expr | None:
+    """Returns what a call gives for a parameter of the function around its name; None if it is not known."""
+    function = source.functions_around(name)[0]
+    parameters = [parameter for parameter in defaults_of(function) if parameter != "self"]
+    is_method = len(parameters) < len(defaults_of(function))
+    if any(isinstance(each, ast.Starred) for each in call.args) or name.id not in parameters:
+        return None
+    if not (is_method or _is_called(source, function, call)):
+        return None
+    position, called = parameters.index(name.id), _name(call)
+    if called in _CARRIED:  # What a loop carries comes from its body as well.
+        return call.args[2] if called == "scan" and position == 1 and len(call.args) > 2 else None
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    is_partial = isinstance(call.func, ast.Call) and _name(call.func) == "partial"
+    bound = call.func.args[1:] if isinstance(call.func, ast.Call) and is_partial else []
+    # A branch takes what follows the branches, and a Linen module takes its variables first.
+    given = [*bound, *call.args[_FIRST_ARGUMENT.get(called, 0) :]]
+    return named.get(name.id, given[position] if position < len(given) else None)
+
+
+def _is_called(source: Source, function: Any, call: ast.Call) -> bool:
+    """Whether a call calls a function, what a transform such as `jax.vmap` makes of it, or a loop with it."""
+    transformed = call.func.args if isinstance(call.func, ast.Call) else []
+    given = call.args if _name(call) in {*_CARRIED, *_FIRST_ARGUMENT} else []
+    branches = [each.elts if isinstance(each, (ast.List, ast.Tuple)) else [each] for each in given]
+    every: Sequence[ast.expr] = [call.func, *transformed, *itertools.chain.from_iterable(branches)]
+    names = (ast.unparse(each).rpartition(".")[2] for each in every if not isinstance(each, FUNCTIONS))
+    return function in every or any(function in source.functions.get(name, ()) for name in names)
+
+
+def _name(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def entering(call: ast.Call) -> list[ast.expr]:
+    """Returns what branches take that a call runs, or what its loop starts from."""
+    name = _name(call)
+    if name in _CARRIED:
+        return call.args[_CARRIED[name] :][:1]
+    return call.args[_FIRST_ARGUMENT[name] :] if name in ("cond", "switch") else []
