@@ -39,7 +39,16 @@ from .._values.rules import casts_in_rule
 from .._values.sites import NARROW
 from .._values.sums import sums_of_gradients
 from .._values.trace import EVERY_CAST
-from .modules import Module, cast_modules, has_more_half, is_of_library, own_modules, scopes_for
+from .modules import (
+    Module,
+    cast_modules,
+    has_more_half,
+    is_of_library,
+    jitted_as_a_whole,
+    own_modules,
+    renamed,
+    scopes_for,
+)
 from .sources import sources_of
 from .ties import rules_needed
 
@@ -85,6 +94,7 @@ class FlaggedProgram:
         lines = self._flags_of_numbers()
         # One switch for each set of flags that occurs, so that an equation reads one boolean.
         self._sets = sorted(flags_in(self._program.jaxpr) | {*lines.values()}, key=sorted)
+
         # Under autocast, each reader in half casts a value by itself.
         is_own = self.rules.dtype == jnp.float32
         casts = sums_of_gradients(self._program.jaxpr).items() if is_own else ()
@@ -160,17 +170,8 @@ class FlaggedProgram:
     def completed(self, kept: Iterable[Module], of_gradients: bool) -> tuple[Module, ...] | None:
         """Returns edits with those that they need, for right gradients as well; None if there are none."""
         keyed = {edit.key: edit for edit in self.edits}
-        done, keys = frozenset[str](), frozenset(edit.key for edit in kept)
-        while keys != done:
-            if (found := self._constraints.completed(keys, keyed, of_gradients)) is None:
-                return None
-            # An edit of several lines is made if each of them is edited.
-            lines = {line for key in found for line in (*keyed[key].lines, *keyed[key].after)}
-            done, keys = (
-                keys,
-                found | {key for key, edit in keyed.items() if edit.casts and lines.issuperset(edit.lines)},
-            )
-        return tuple(edit for key, edit in keyed.items() if key in keys)
+        keys = self._constraints.completed({edit.key for edit in kept}, keyed, of_gradients)
+        return None if keys is None else tuple(edit for key, edit in keyed.items() if key in keys)
 
     def groups_on(self, line: str) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""
@@ -233,7 +234,7 @@ class FlaggedProgram:
 
     def _groups(self, parameters: Sequence[str]) -> tuple[_Members, _Members, set[int]]:
         """Returns the modules and the sources, each with its operations, and all operations in half."""
-        around = _jitted_as_a_whole(self._case.traced.jaxpr)
+        around = jitted_as_a_whole(self._case.traced.jaxpr)
         own, sources = self._own_groups(parameters, around)
         of_program = set[int]().union(*own.values())
         pairs = list(zip(self.operations, self._case.before, strict=True))
@@ -244,7 +245,7 @@ class FlaggedProgram:
         # The readers of a half value round its gradients: a cast of the program to float32 needs no flag.
         by_autocast = {n for n, pair in enumerate(pairs) if has_more_half(*pair)} - of_program
         modules = {module: kept & by_autocast for module, kept in zip(cast, self._kept_by_rules(cast))}
-        own = dict(zip(_renamed([*own], cast), own.values()))
+        own = dict(zip(renamed([*own], cast), own.values()))
         rules = dict(zip(products, selected)) | self._found.autocast
         needs = list(dict.fromkeys(rules_needed(own | sources, rules, cast)))
         self._constraints = self._found.constraints._replace(rules=needs)
@@ -293,22 +294,6 @@ def _numbered(count: int, groups: Iterable[Collection[int]]) -> list[Flags]:
         for n in members:
             flags[n].add(number)
     return list(map(frozenset, flags))
-
-
-def _jitted_as_a_whole(jaxpr: Jaxpr) -> str:
-    """Returns the name of the jitted function that a jaxpr calls and nothing else; empty without one."""
-    every = equations(jaxpr)
-    return every[0].params["name"] if len(every) == 1 and every[0].primitive.name == "jit" else ""
-
-
-def _renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
-    """Returns modules of the program's own half values. One that autocast casts too gets another name."""
-    names = {module.name for module in cast}
-
-    def rename(part):
-        return dataclasses.replace(part, name=f"{part.name} (its own casts)")
-
-    return [rename(part) if part.name in names else part for part in own]
 
 
 class _Interpreter(Interpreter):

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Collection, Sequence
 
 from ..._autocast.report import AutocastOperation
+from ..._jaxpr import Jaxpr, equations
 from .._values.case import gives_half
 from .._values.reference import is_narrow
 from .._values.source import makes_half
@@ -68,6 +69,12 @@ def cast_modules(
     return [Module(name, f"/{glob.escape(name)}") if name else None for name in names]
 
 
+def jitted_as_a_whole(jaxpr: Jaxpr) -> str:
+    """Returns the name of the jitted function that a jaxpr calls and nothing else; empty without one."""
+    every = equations(jaxpr)
+    return every[0].params["name"] if len(every) == 1 and every[0].primitive.name == "jit" else ""
+
+
 def own_modules(
     operations: Sequence[AutocastOperation], parameters: Sequence[str], paths: Collection[str], around: str
 ) -> tuple[list[Module], list[int]]:
@@ -82,6 +89,16 @@ def own_modules(
         members[name].append(operation)
     modules = [_own_module(name, own, has_policy, paths, around) for name, own in members.items()]
     return modules, [[*members].index(name) for name in names]
+
+
+def renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:
+    """Returns modules of the program's own half values. One that autocast casts too gets another name."""
+    names = {module.name for module in cast}
+
+    def rename(part):
+        return dataclasses.replace(part, name=f"{part.name} (its own casts)")
+
+    return [rename(part) if part.name in names else part for part in own]
 
 
 def _own_module(

@@ -26,14 +26,19 @@ class Constraints(NamedTuple):
     rules: Sequence[Tie] = ()  # The same, also for a right loss: autocast casts what the first makes float32.
 
     def completed(
-        self, edits: Collection[str], every: Collection[str], of_gradients: bool
+        self, edits: Collection[str], every: Mapping[str, Module], of_gradients: bool
     ) -> frozenset[str] | None:
         """Returns some edits, with those of `every` that they need as well; None if they are not enough."""
-        done = frozenset(edits)
-        while (missing := next(self._missing(done, of_gradients), None)) is not None:
-            if not (known := sorted(missing.intersection(every))):
-                return None
-            done |= {known[0]}
+        done, made = frozenset[str](), frozenset(edits)
+        while made != done:
+            done = made
+            while (missing := next(self._missing(done, of_gradients), None)) is not None:
+                if not (known := sorted(missing.intersection(every))):
+                    return None
+                done |= {known[0]}
+            # An edit of several lines is made if each of them is edited.
+            lines = {line for key in done for line in (*every[key].lines, *every[key].after)}
+            made = done | {key for key, edit in every.items() if edit.casts and lines.issuperset(edit.lines)}
         return done
 
     def _missing(self, edits: Collection[str], of_gradients: bool) -> Iterator[frozenset[str]]:

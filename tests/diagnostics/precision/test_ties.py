@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from jmp_lite.diagnostics import find_nonfinite
+from jmp_lite.diagnostics._precision.modules import Module
 from jmp_lite.diagnostics._precision.ties import Constraints
 
 F16, F32 = jnp.float16, jnp.float32
@@ -17,6 +18,10 @@ X = jax.random.normal(jax.random.key(0), (8, 8))
 
 def names(text):
     return tuple(frozenset(part) for part in text.split())
+
+
+def every(text):
+    return {name: Module(name, "") for name in text}
 
 
 @pytest.mark.parametrize(
@@ -34,16 +39,27 @@ def names(text):
     ],
 )
 def test_edits_are_completed_until_each_tie_has_one_dtype(edits, ties, expected):
-    found = Constraints(list(map(names, ties))).completed(edits, "abcyz", of_gradients=True)
+    found = Constraints(list(map(names, ties))).completed(edits, every("abcyz"), of_gradients=True)
     assert found == (None if expected is None else frozenset(expected))
 
 
 def test_only_right_gradients_need_what_a_cast_takes():
     constraints = Constraints(needs=[names("a b")])
-    assert constraints.completed("a", "ab", of_gradients=False) == {"a"}
-    assert constraints.completed("a", "ab", of_gradients=True) == {"a", "b"}
-    assert constraints.completed("b", "ab", of_gradients=True) == {"b"}
-    assert constraints.completed("a", "a", of_gradients=True) is None
+    assert constraints.completed("a", every("ab"), of_gradients=False) == {"a"}
+    assert constraints.completed("a", every("ab"), of_gradients=True) == {"a", "b"}
+    assert constraints.completed("b", every("ab"), of_gradients=True) == {"b"}
+    assert constraints.completed("a", every("a"), of_gradients=True) is None
+
+
+def test_an_edit_of_several_lines_is_made_if_each_of_them_is_edited():
+    a, b, both = (Module(name, "", tuple(name.split()), casts="float16") for name in ("a", "b", "a b"))
+    edits = {edit.key: edit for edit in (a, b, both, Module("x", ""))}
+    constraints = Constraints([(frozenset({"a b"}), frozenset({"x"}))])
+    assert constraints.completed(["a"], edits, of_gradients=True) == {"a"}
+    assert constraints.completed(["a", "b"], edits, of_gradients=True) == {"a", "b", "a b", "x"}
+    assert constraints.completed(["x"], edits, of_gradients=True) == {"a b", "x", "a", "b"}
+    after = edits | {"a": Module("a", "", ("a",), casts="float16", after=("b",))}
+    assert constraints.completed(["a"], after, of_gradients=True) == {"a", "b", "a b", "x"}
 
 
 def convolution(x):
