@@ -15,7 +15,7 @@ from ..._jaxpr import (
     open_jaxpr,
     users_places,
 )
-from .._values.casts import Casts, casts_around, casts_entering, constants_at, merged
+from .._values.casts import Casts, casts_around, casts_entering, constants_at
 from .._values.reference import is_narrow
 from .._values.sites import line_of
 from .modules import Module
@@ -101,7 +101,16 @@ def casts_of_calls(line: str, primitive: str, places: Sequence[Place], checkpoin
     calls = checkpoints.get(places[-1], [()]) if places else [()]
     found = [casts_around(line, primitive, [*places, *each]) for each in calls]
     is_one = all(len(each) == 1 for each in found)
-    return merged(list(itertools.chain.from_iterable(found))) if is_one else Casts({})
+    return _merged(list(itertools.chain.from_iterable(found))) if is_one else Casts({})
+
+
+def _merged(every: Sequence[Casts]) -> Casts:
+    """Returns the casts around one expression of all calls of its function."""
+    positions = {position: None for casts in every for position in casts.operands}
+    lines = {n: dict.fromkeys(line for each in every for line in each.operands.get(n, ())) for n in positions}
+    results = dict.fromkeys(line for casts in every for line in casts.of_result)
+    operands = {position: tuple(own) for position, own in lines.items()}
+    return every[0]._replace(operands=operands, of_result=tuple(results))
 
 
 def keys_of(line: str, places: Sequence[Place], checkpoints: Checkpoints) -> list[Key]:

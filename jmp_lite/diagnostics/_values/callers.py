@@ -49,6 +49,11 @@ def is_returned(source: Source, node: ast.AST) -> bool:
     return isinstance(outer, ast.Return) or outer is functions[0]
 
 
+def passes_on(call: ast.Call) -> bool:
+    """Whether a call passes on all that the function around it takes, as `fun(*args)` of a decorator does."""
+    return len(call.args) == 1 and isinstance(call.args[0], ast.Starred)
+
+
 def argument(source: Source, name: ast.Name, call: ast.Call) -> ast.expr | None:
     """Returns what a call gives for a parameter of the function around its name; None if it is not known."""
     function = source.functions_around(name)[0]

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 
 from ..._jaxpr import Equation, Place, inner_jaxprs
-from .callers import argument, call_at, entering, is_parameter, is_returned
+from .callers import argument, call_at, entering, is_parameter, is_returned, passes_on
 from .source import Source, assigned, expressions_at, operands_of
 
 _CONVERSIONS = ("astype", "asarray", "array", "convert_element_type")
@@ -74,15 +74,6 @@ def casts_around(line: str, primitive: str, places: Sequence[Place] = ()) -> Seq
     return [_of_promoted(casts) for casts in every] if is_promotion else every
 
 
-def merged(every: Sequence[Casts]) -> Casts:
-    """Returns the casts around one expression of all calls of its function."""
-    positions = {position: None for casts in every for position in casts.operands}
-    lines = {n: dict.fromkeys(line for each in every for line in each.operands.get(n, ())) for n in positions}
-    results = dict.fromkeys(line for casts in every for line in casts.of_result)
-    operands = {position: tuple(own) for position, own in lines.items()}
-    return every[0]._replace(operands=operands, of_result=tuple(results))
-
-
 def _of_promoted(casts: Casts) -> Casts:
     """Returns the casts around the conversion of one operand, which is the only one that is in half."""
     places = [*casts.operands.values()]
@@ -110,7 +101,10 @@ def _casts_at(
     if not callers or not isinstance(given, ast.Name) or not is_parameter(source, given):
         return
     caller, *outer = callers
-    if (found := call_at(caller)) is not None and (value := argument(source, given, found[1])) is not None:
+    found = call_at(caller)
+    if found is not None and passes_on(found[1]):
+        yield from _casts_at(source, given, node, function, outer)
+    elif found is not None and (value := argument(source, given, found[1])) is not None:
         yield from _casts_at(found[0], value, found[1], f"({caller.function})", outer)
 
 

@@ -52,6 +52,18 @@ def looped(x):
     return x
 
 
+def decorated(function):
+    def run(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return run
+
+
+@decorated
+def of_decorator(x):
+    return x * 2
+
+
 def renamed(function):
     return lambda other: function(other + 0)
 
@@ -66,6 +78,7 @@ CALLS = {
     "linen": lambda h: Layer().apply({}, h.astype(F16)),
     "jit": lambda h: jax.jit(double)(h.astype(F16)),
     "vmap": lambda h: jax.vmap(double)(h.astype(F16)),
+    "decorator": lambda h: of_decorator(h.astype(F16)),
     "partial": lambda h: functools.partial(scaled, 2.0)(h.astype(F16)),
     "checkpoint": lambda h: jax.checkpoint(double)(h.astype(F16)),
     "cond": lambda h: lax.cond(jnp.sum(h) < 0, double, lambda v: v, h.astype(F16)),
