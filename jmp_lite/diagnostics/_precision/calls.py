@@ -106,6 +106,8 @@ def casts_of_calls(line: str, primitive: str, places: Sequence[Place], checkpoin
 
 def _merged(every: Sequence[Casts]) -> Casts:
     """Returns the casts around one expression of all calls of its function."""
+    if len(every) == 1:
+        return every[0]
     positions = {position: None for casts in every for position in casts.operands}
     lines = {n: dict.fromkeys(line for each in every for line in each.operands.get(n, ())) for n in positions}
     results = dict.fromkeys(line for casts in every for line in casts.of_result)

@@ -46,7 +46,7 @@ class Origin(NamedTuple):
     line: str = ""  # For a float32 value, the line that has widened it.
     is_fixed: bool = False  # Whether it depends on numbers and constants alone.
     stage: Stage = Stage.OUTSIDE
-    is_cast: bool = False  # Whether it is what a cast to half gives, perhaps moved.
+    made: str = ""  # Of a half value, the line of the operation that made it, and did not only move it.
     casts: tuple[str, ...] = ()  # Of a half value that enters a function: those that JAX left out.
     promoted: frozenset[str] = frozenset()  # The edits with which JAX promotes what is rounded still.
 
@@ -59,7 +59,7 @@ class Origin(NamedTuple):
     def left_out(self, casts: tuple[str, ...]) -> tuple[str, ...]:
         """Returns those of the casts of a value, the last one first, that JAX left out."""
         # The jaxpr has the first one, if that is where the value comes from. A line may cast several times.
-        made = [n for n, cast in enumerate(casts) if self.is_cast and self.edits == {cast}]
+        made = [n for n, cast in enumerate(casts) if self.made == cast and cast in self.edits]
         return casts[: made[-1]] if made else casts
 
     @property
@@ -76,20 +76,20 @@ def both(first: Origin, second: Origin) -> Origin:
     sources, is_fixed = first.sources | second.sources, first.is_fixed and second.is_fixed
     stage = second.stage if first.stage is Stage.OUTSIDE else first.stage
     casts, promoted = first.casts or second.casts, first.promoted | second.promoted
-    is_cast = first.is_cast and second.is_cast
-    return Origin(sources, first.line or second.line, is_fixed, stage, is_cast, casts, promoted)
+    every = {origin.made for origin in (first, second) if origin.sources}
+    made = every.pop() if len(every) == 1 else ""
+    return Origin(sources, first.line or second.line, is_fixed, stage, made, casts, promoted)
 
 
 def gives_half(equation: Equation) -> bool:
     return any(map(is_narrow, equation.outvars))
 
 
-def is_cast(equation: Equation, operands: Sequence[Origin]) -> bool:
-    """Whether the result of an operation is what a cast to half gives, perhaps moved."""
+def made_at(equation: Equation, operands: Sequence[Origin], line: str) -> str:
+    """Returns the line of the operation that made the result of an operation, and did not only move it."""
+    halves = {operand.made for operand, var in zip(operands, equation.invars) if is_narrow(var)}
     is_move = traits_of(equation.primitive.name).category is Category.MOVE
-    halves = [operand for operand, var in zip(operands, equation.invars) if is_narrow(var)]
-    is_narrowing = equation.primitive.name == "convert_element_type" and not halves
-    return is_narrowing or (is_move and all(operand.is_cast for operand in halves))
+    return halves.pop() if is_move and len(halves) == 1 else line
 
 
 def widens(equation: Equation) -> bool:

@@ -47,8 +47,8 @@ from .origins import (
     edit_of,
     forward_operations,
     gives_half,
-    is_cast,
     joined,
+    made_at,
     number_in_half,
     of_cast,
     of_constants,
@@ -194,7 +194,7 @@ class _Search(Forward[Origin]):
         promoted = frozenset(promoting(equation, operands, casts)) if is_promoted else frozenset[str]()
         if is_half:
             self._note_after(promoted.union(source.name for source in sources), casts.of_result)
-        made = is_half and is_cast(equation, operands)
+        made = made_at(equation, operands, line) if is_half else ""
         return [Origin(sources, own, is_fixed, stage, made, promoted=promoted) for own in lines]
 
     def _line(self, equation: Equation) -> str:
