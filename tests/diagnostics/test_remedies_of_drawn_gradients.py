@@ -118,24 +118,31 @@ class Program:
             value, grads = jax.jit(jmp.value_and_grad(loss, loss_scale=loss_scale))(*self.args)
         return float(value), vector(grads)
 
+    def report(self):
+        loss, step = self.functions(self.source, self.scale)
+        how = {"value_and_grad_fn": None} if self.is_step else {}
+        return find_nonfinite(step if self.is_step else loss, **how)(*self.args)
+
+    def with_trial(self, trial):
+        """The outputs with what a trial changes."""
+        wide = self.source.replace("F16", "jnp.bfloat16")
+        source = wide if trial.dtype else widened(self.source, " ".join(trial.lines))
+        return self.outputs(source, trial.loss_scale or 1.0)
+
 
 @pytest.mark.cases(slow=10)
 @pytest.mark.parametrize("seed", range(300))
 def test_each_remedy_of_an_overflow_in_a_gradient_mends_it_at_its_place(seed):
     program = Program(seed)
     exact = program.outputs(program.source.replace("F16", "F32"))
-    how = {"value_and_grad_fn": None} if program.is_step else {}
-    loss, step = program.functions(program.source, program.scale)
-    report = find_nonfinite(step if program.is_step else loss, **how)(*program.args)
+    report = program.report()
     if report.cause is None:
         pytest.skip("This one is finite.")
     # bfloat16 is tried in any case: one edit of the calls is said to be enough.
     assert any(trial.helps and not trial.dtype for trial in report.tried), f"{program.source}{report}"
     for trial in report.remedies:
         assert trial.dtype or trial.lines or trial.loss_scale
-        wide = program.source.replace("F16", "jnp.bfloat16")
-        source = wide if trial.dtype else widened(program.source, " ".join(trial.lines))
-        found = program.outputs(source, trial.loss_scale or 1.0)
+        found = program.with_trial(trial)
         said = max(trial.error.loss, trial.error.gradients)
         digits = 3e-2 if trial.dtype else 2e-3  # bfloat16 has three digits, and XLA rounds in other places.
         assert error(found, exact) <= 3 * said + digits, f"{program.source}{program.scale}\n{trial}\n{report}"
@@ -147,15 +154,11 @@ def test_each_remedy_of_an_overflow_in_a_gradient_mends_it_at_its_place(seed):
 def test_each_remedy_beside_a_custom_derivative_does_what_the_report_says(rule, seed):
     program = Program(seed, rule)
     exact = program.outputs(program.source.replace("F16", "F32"))
-    how = {"value_and_grad_fn": None} if program.is_step else {}
-    loss, step = program.functions(program.source, program.scale)
-    report = find_nonfinite(step if program.is_step else loss, **how)(*program.args)
+    report = program.report()
     if report.cause is None:
         pytest.skip("This one is finite.")
     for trial in report.tried:
-        wide = program.source.replace("F16", "jnp.bfloat16")
-        source = wide if trial.dtype else widened(program.source, " ".join(trial.lines))
-        found = error(program.outputs(source, trial.loss_scale or 1.0), exact)
+        found = error(program.with_trial(trial), exact)
         shown = f"{program.source}{program.scale} {found}\n{trial}\n{report}"
         said = max(trial.error.loss, trial.error.gradients)
         digits = 3e-2 if trial.dtype else 2e-3

@@ -88,7 +88,7 @@ def calls_of_checkpoints(jaxpr: Jaxpr) -> Checkpoints:
     """
     found = collections.defaultdict[Place, dict[tuple[Place, ...], None]](dict)
     for equation in all_equations(jaxpr):
-        if equation.primitive.name in ("checkpoint", "remat2"):
+        if equation.primitive.name == "remat2":
             inside = (all_equations(open_jaxpr(part.jaxpr)) for part in inner_jaxprs(equation))
             for operation in itertools.chain.from_iterable(inside):
                 for place in [*users_places(operation)][-1:]:
@@ -118,5 +118,5 @@ def _merged(every: Sequence[Casts]) -> Casts:
 def keys_of(line: str, places: Sequence[Place], checkpoints: Checkpoints) -> list[Key]:
     """Returns what an operation and its backward pass share: the calls around it, or its line alone."""
     calls = checkpoints.get(places[-1], ()) if places else ()
-    # JAX moves what is the same in each step of a loop out of its forward pass alone.
+    # JAX hoists invariant operations out of the loop of a forward pass, but not out of a backward pass.
     return [(line, (*places, *(calls[0] if len(calls) == 1 else ()))), (line, ())]

@@ -144,7 +144,7 @@ def in_words(modules: Sequence[Module]) -> str:
 
 
 def _rules_inside(scopes: Collection[str]) -> str:
-    """Returns the rules that select some scopes, each of which ends with a slash."""
+    """Returns the rules that select some scopes; each scope is given with a slash at its end."""
     # A rule selects the scopes inside of its own, and autocast refuses a rule that selects nothing more.
     outer = [each for each in scopes if not any(each != other and each.startswith(other) for other in scopes)]
     return ", ".join(f"'/{scope[:-1]}': 'float32'" for scope in sorted(outer))

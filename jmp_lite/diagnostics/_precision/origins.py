@@ -44,11 +44,12 @@ class Origin(NamedTuple):
 
     sources: Sources = frozenset()  # Of a half value, or of the half value that was cast to a float32 value.
     line: str = ""  # For a float32 value, the line that has widened it.
-    is_fixed: bool = False  # Whether it depends on numbers and constants alone.
+    is_fixed: bool = False  # Whether it depends only on numbers and constants.
     stage: Stage = Stage.OUTSIDE
     made: str = ""  # Of a half value, the line of the operation that made it, and did not only move it.
     casts: tuple[str, ...] = ()  # Of a half value that enters a function: those that JAX left out.
-    promoted: frozenset[str] = frozenset()  # The edits with which JAX promotes what is rounded still.
+    # The edits of other operands: with one of them JAX promotes the value, which its own casts still round.
+    promoted: frozenset[str] = frozenset()
 
     @property
     def edits(self) -> frozenset[str]:

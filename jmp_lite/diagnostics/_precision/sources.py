@@ -56,7 +56,7 @@ from .origins import (
     promoting,
     widens,
 )
-from .ties import Found, Ties, keeps_dtypes
+from .ties import Found, Ties, all_after, keeps_dtypes
 
 _NO_CASTS = Casts({})
 
@@ -82,19 +82,12 @@ def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Seque
     # A line may convert an array and a number. Only the array tells to which dtype.
     dtypes = {source.name: source.casts for source in every if source.casts != UNKNOWN}
 
-    def after(name: str) -> tuple[str, ...]:
-        """Returns the casts of what comes from a source, and those of what comes from these casts."""
-        found, new = dict[str, None](), dict.fromkeys([name])
-        while new := dict.fromkeys(cast for each in new for cast in search.after[each] if cast not in found):
-            found |= new
-        return tuple(found)
-
     def with_lines(source: Module) -> Module:
         return dataclasses.replace(
             source,
             casts=dtypes.get(source.name, source.casts),
             carries=tuple(search.ties.carried[source.name]) or source.carries,
-            after=after(source.name),
+            after=all_after(search.after, source.name),
         )
 
     def resolved(equation: Equation) -> Sources:
@@ -115,7 +108,7 @@ def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Seque
     others = [*dict.fromkeys(products.values()), *map(with_lines, search.others)]
     of_rules = operations_of_rules(traced.jaxpr)
     rules = {n for n, each in enumerate(operations) if id(each) in of_rules}
-    constraints = search.ties.with_casts({name: after(name) for name in [*search.after]})
+    constraints = search.ties.with_casts(search.after)
     return Found(list(map(resolved, operations)), constraints, products, others, rules)
 
 
@@ -128,7 +121,7 @@ class _Search(Forward[Origin]):
         self._widening = set(map(line_of, filter(widens, forward_operations(jaxpr))))
         self._checkpoints = calls_of_checkpoints(jaxpr)
         self._numbers, self._layers = numbers, layers
-        # By the places of an operation that gives float32, the sources of what it takes in half.
+        # For an operation with half operands and a float32 result, by its key, the sources of these operands.
         self._widened: dict[Key, Sources] = collections.defaultdict(frozenset)
         self._narrowed: dict[str, Sources] = collections.defaultdict(frozenset)  # Those of a cast to half.
         # By the name of a source, the casts of what comes from it that JAX left out.
@@ -140,7 +133,7 @@ class _Search(Forward[Origin]):
         self._results: dict[int, list[Origin]] = {}  # Of each jaxpr when it was last run.
         self.others: dict[Module, None] = {}  # The edits of what loops and branches take and return.
         self.products: dict[int, Module] = {}  # Of an autocast inside, by their ids: their scopes.
-        self.rounding = set[int]()  # The ids of equations that round what they read, and give float32.
+        self.rounding = set[int]()  # The ids of equations with a float32 result that round their operands.
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
         self._results[id(open_jaxpr(jaxpr))] = results = super().run(jaxpr, inputs)
@@ -172,29 +165,23 @@ class _Search(Forward[Origin]):
         operands = self._across_gradient(equation, operands, stage, line)
         casts = self._left_out(equation, operands, line, stage)
         left_out = edit_of(equation, casts)
-        halves = [operand for operand, var in zip(operands, equation.invars) if is_narrow(var)]
-        if halves and not is_half and stage is not Stage.BACKWARD:
-            for key in self._keys(equation, line):
-                self._widened[key] |= left_out or joined(halves)
         is_fixed = all(origin.is_fixed for origin in operands)
         sources = left_out or self._taken(operands, line) | self.of_numbers(equation)
         if is_half:
             sources = self._of_half(equation, line, sources, is_fixed, stage)
             sources = self._as_in_forward(equation, sources, stage, line)
-        elif left_out:  # It rounds an operand that JAX then promotes.
-            self.rounding.add(id(equation))
-            sources = self._as_in_forward(equation, sources, stage, line)
-        elif widens(equation) and stage is Stage.BACKWARD:
-            # The gradient of a half value is rounded to half, whatever computes it.
-            self.rounding.add(id(equation))
-            sources = self._narrowed[line] or sources
+        else:
+            if stage is not Stage.BACKWARD:
+                self._note_widened(equation, operands, left_out)
+            sources = self._of_float32(equation, line, sources, left_out, stage)
         sources = (self._layer_of(equation) if sources else None) or sources
         lines = ("" if is_narrow(var) else line for var in equation.outvars)
-        is_promoted = is_half and stage is not Stage.BACKWARD
-        promoted = frozenset(promoting(equation, operands, casts)) if is_promoted else frozenset[str]()
+        made, promoted = "", frozenset[str]()
         if is_half:
+            made = made_at(equation, operands, line)
+            is_forward = stage is not Stage.BACKWARD
+            promoted = frozenset(promoting(equation, operands, casts) if is_forward else ())
             self._note_after(promoted.union(source.name for source in sources), casts.of_result)
-        made = made_at(equation, operands, line) if is_half else ""
         return [Origin(sources, own, is_fixed, stage, made, promoted=promoted) for own in lines]
 
     def _line(self, equation: Equation) -> str:
@@ -329,6 +316,25 @@ class _Search(Forward[Origin]):
             sources = (of_constants(equation, line) if NONE in made else None) or made
             self._narrowed[line] |= sources
         return sources
+
+    def _of_float32(
+        self, equation: Equation, line: str, sources: Sources, left_out: Sources, stage: Stage
+    ) -> Sources:
+        """Returns the sources of a result that is not in half, whose operands have the given ones."""
+        if left_out:  # It rounds an operand that JAX then promotes.
+            self.rounding.add(id(equation))
+            return self._as_in_forward(equation, sources, stage, line)
+        if widens(equation) and stage is Stage.BACKWARD:
+            # The gradient of a half value is rounded to half, whatever computes it.
+            self.rounding.add(id(equation))
+            return self._narrowed[line] or sources
+        return sources
+
+    def _note_widened(self, equation: Equation, operands: Sequence[Origin], left_out: Sources) -> None:
+        """Notes what the half operands of an operation of the forward pass come from; it gives float32."""
+        if halves := [operand for operand, var in zip(operands, equation.invars) if is_narrow(var)]:
+            for key in self._keys(equation, self._line(equation)):
+                self._widened[key] |= left_out or joined(halves)
 
     def of_numbers(self, equation: Equation) -> Sources:
         """Returns the lines that convert the numbers of an equation to half."""

@@ -111,15 +111,25 @@ class Ties:
             self._found[tie] = None
 
     def with_casts(self, after: Mapping[str, Collection[str]]) -> Constraints:
-        """Returns what was found. `after` has, by the name of a source, the casts that its edit widens."""
+        """Returns the ties. `after` maps the name of a source to the casts that its edit makes float32."""
+
+        every = {name: all_after(after, name) for name in after}
 
         def widened(names):
-            return names | {source for source, casts in after.items() if not names.isdisjoint(casts)}
+            return names | {source for source, casts in every.items() if not names.isdisjoint(casts)}
 
         def all_widened(ties):
             return [tuple(map(widened, tie)) for tie in ties if all(tie)]
 
         return Constraints(all_widened(self._found), all_widened(self._needs))
+
+
+def all_after(after: Mapping[str, Collection[str]], name: str) -> tuple[str, ...]:
+    """Returns the casts of what comes from a source, and those of what comes from these casts."""
+    found, new = dict[str, None](), dict.fromkeys([name])
+    while new := dict.fromkeys(cast for each in new for cast in after.get(each, ()) if cast not in found):
+        found |= new
+    return tuple(found)
 
 
 def keeps_dtypes(equation: Equation) -> bool:

@@ -67,11 +67,15 @@ def argument(source: Source, name: ast.Name, call: ast.Call) -> ast.expr | None:
     if called in _CARRIED:  # What a loop carries comes from its body as well.
         return call.args[2] if called == "scan" and position == 1 and len(call.args) > 2 else None
     named = {keyword.arg: keyword.value for keyword in call.keywords}
+    return named.get(name.id, next(iter(_positional(call)[position:]), None))
+
+
+def _positional(call: ast.Call) -> list[ast.expr]:
+    """Returns the positional arguments of the function that a call runs."""
     is_partial = isinstance(call.func, ast.Call) and _name(call.func) == "partial"
     bound = call.func.args[1:] if isinstance(call.func, ast.Call) and is_partial else []
     # A branch takes what follows the branches, and a Linen module takes its variables first.
-    given = [*bound, *call.args[_FIRST_ARGUMENT.get(called, 0) :]]
-    return named.get(name.id, given[position] if position < len(given) else None)
+    return [*bound, *call.args[_FIRST_ARGUMENT.get(_name(call), 0) :]]
 
 
 def _is_called(source: Source, function: Any, call: ast.Call) -> bool:

@@ -31,7 +31,7 @@ class Casts(NamedTuple):
 
     operands: dict[int, tuple[str, ...]]  # By the position of the operand that is cast; the last cast first.
     of_result: tuple[str, ...] = ()  # Those of the result, or of the name that it is assigned to.
-    # By their positions, the expressions of the operands, each with what it is in, and the function around.
+    # By position, the expression of an operand, the expression around it, and the name of the function.
     given: Mapping[int, tuple[ast.expr, ast.AST, str]] = MappingProxyType({})
     returned: ast.AST | None = None  # The expression, if the function returns it.
 

@@ -39,7 +39,7 @@ def casts_in_rule(equation: Equation) -> bool:
     # autocast inside runs a function of its own.
     if "site-packages" in str(function.debug_info.func_src_info) and not is_by_autocast(equation):
         return False
-    # A cast of what is in half already is not in the jaxpr of the rule.
+    # The jaxpr of the rule does not show its casts of operands that are half already.
     if any(map(is_narrow, equation.invars)):
         return _may_cast(line_of(equation))
 
@@ -64,7 +64,7 @@ def _casts(equation: Equation) -> bool:
 def operations_of_rules(jaxpr: Jaxpr) -> set[int]:
     """Returns the ids of the operations of backward rules of the program in a gradient that may cast to half.
 
-    Of what such a rule casts, the jaxpr has only that which was not in half already. So its source is read.
+    The jaxpr does not show those of its casts whose operands were half already, so its source is read.
     """
     every = list(_with_pass(jaxpr, False))
     forward = {line_of(equation) for equation, is_backward in every if not is_backward}
@@ -76,7 +76,7 @@ def operations_of_rules(jaxpr: Jaxpr) -> set[int]:
 
 
 def _with_pass(jaxpr: Jaxpr, is_backward: bool) -> Iterator[tuple[Equation, bool]]:
-    """Yields the equations of a jaxpr and of those inside, each with whether it is of a backward pass."""
+    """Yields all equations of a jaxpr, inner ones too, and for each whether a backward pass has made it."""
     for equation in equations(jaxpr):
         own = (is_backward or is_transposed(equation)) and not is_recomputed(equation)
         yield equation, own
@@ -138,7 +138,7 @@ def _makes_half(source: Source, function: ast.AST, seen: set[str]) -> bool:
 
 
 def _is_of_jax(value: Any) -> bool:
-    """Whether it is a function of JAX or NumPy, or one of Python itself."""
+    """Whether a value is a function of JAX or NumPy, or a builtin."""
     return (getattr(value, "__module__", None) or "").partition(".")[0] in ("jax", "numpy", "builtins")
 
 
