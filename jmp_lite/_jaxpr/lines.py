@@ -6,7 +6,7 @@ import itertools
 import os
 import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.extend import source_info_util
@@ -61,6 +61,10 @@ def casting_line(equation: Equation) -> str:
     return users_line(equation) if is_ours and not is_adapter else ""
 
 
+Span: TypeAlias = tuple[str, tuple[int, int], tuple[int, int]]
+"""A file, and where an expression in it begins and ends: each is a line and a column."""
+
+
 class Place(NamedTuple):
     """An expression of the user's program that Python ran."""
 
@@ -68,6 +72,11 @@ class Place(NamedTuple):
     start: tuple[int, int]  # Line and column.
     end: tuple[int, int]
     function: str  # The qualified name of the function around it.
+    is_direct: bool = False  # Whether it called the function of the place before, and no package did.
+
+    @property
+    def span(self) -> Span:
+        return self.file, self.start, self.end
 
     def is_at(self, node: Any) -> bool:
         """Whether a node of the `ast` of its file is this expression."""
@@ -77,16 +86,21 @@ class Place(NamedTuple):
 
 def users_places(equation: Equation) -> Iterator[Place]:
     """Yields the expression of the user that made an equation, and then the calls around it, inner first."""
-    codes, last = equation.source_info.traceback.raw_frames()
-    return (_place(code, at) for code, at in zip(codes, last) if not _is_of_package(code.co_filename))
+    is_direct = False
+    for code, instruction in zip(*equation.source_info.traceback.raw_frames()):
+        is_of_user = not _is_of_package(code.co_filename)
+        if is_of_user:
+            # Code of the same text in two files is equal.
+            yield _place(code, code.co_filename, instruction, is_direct)
+        is_direct = is_of_user
 
 
 @functools.lru_cache(maxsize=4096)
-def _place(code: types.CodeType, instruction: int) -> Place:
+def _place(code: types.CodeType, file: str, instruction: int, is_direct: bool) -> Place:
     # Two bytes are one instruction.
     positions = next(itertools.islice(code.co_positions(), instruction // 2, None))
     row, end_row, column, end_column = (position or 0 for position in positions)
-    return Place(code.co_filename, (row, column), (end_row, end_column), code.co_qualname)
+    return Place(file, (row, column), (end_row, end_column), code.co_qualname, is_direct)
 
 
 def is_of_lax(equation: Equation) -> bool:

@@ -15,7 +15,8 @@ from ..._jaxpr import (
     open_jaxpr,
     users_places,
 )
-from .._values.casts import Casts, casts_around, casts_entering, constants_at
+from .._values.casts import Casts, casts_around, casts_entering
+from .._values.conversions import constants_at
 from .._values.reference import is_narrow
 from .._values.sites import line_of
 from .modules import Module
@@ -35,8 +36,8 @@ def entering(
     operands: Sequence[Origin],
     ties: Ties,
     is_sure: Callable[[str], bool],
-) -> tuple[dict[int, Origin], Sources]:
-    """Returns what some operands of a call come from, and the edits of the lines that make them half.
+) -> tuple[dict[int, Origin], Sources, Casts]:
+    """Returns what some operands of a call come from, the edits of the lines that make them half, and casts.
 
     A half scalar comes from the call that makes it. A value in half may have a cast that JAX left out, which
     is noted in `ties`. `places` are as in `casts_around`; `is_sure` is False for a line whose dtype may be
@@ -45,14 +46,15 @@ def entering(
     found = _of_constants(equation, line).items()
     entered = {n: operands[n]._replace(sources=sources) for n, sources in found}
     edits = joined(entered.values())
-    for n, lines in casts_entering(equation, places).items():
+    casts = casts_entering(equation, places)
+    for n, lines in casts.operands.items():
         lines = operands[n].left_out(tuple(filter(is_sure, lines)))
         if is_narrow(equation.invars[n]) and lines:
             left_out = Casts({n: lines})
             ties.of_casts(equation, operands, left_out)
             entered[n] = operands[n]._replace(casts=lines)
             edits |= edit_of(equation, left_out)
-    return entered, edits
+    return entered, edits, casts
 
 
 def _of_constants(equation: Equation, line: str) -> dict[int, Sources]:
@@ -112,7 +114,8 @@ def _merged(every: Sequence[Casts]) -> Casts:
     lines = {n: dict.fromkeys(line for each in every for line in each.operands.get(n, ())) for n in positions}
     results = dict.fromkeys(line for casts in every for line in casts.of_result)
     operands = {position: tuple(own) for position, own in lines.items()}
-    return every[0]._replace(operands=operands, of_result=tuple(results))
+    paths = frozenset(itertools.chain.from_iterable(casts.paths for casts in every))
+    return every[0]._replace(operands=operands, of_result=tuple(results), paths=paths)
 
 
 def keys_of(line: str, places: Sequence[Place], checkpoints: Checkpoints) -> list[Key]:

@@ -13,10 +13,12 @@ from ..._jaxpr import (
     equations,
     inner_jaxprs,
     is_literal,
+    is_of_gradient,
     is_transposed,
     traits_of,
 )
-from .._values.casts import Casts, constants_at
+from .._values.casts import Casts
+from .._values.conversions import constants_at
 from .._values.reference import is_narrow
 from .._values.source import makes_half
 from .modules import Module, is_of_library
@@ -37,6 +39,13 @@ class Stage(enum.Enum):
     OUTSIDE = "outside of any gradient"
     FORWARD = "in the forward pass of a gradient"
     BACKWARD = "in its backward pass"
+
+
+def stage_of(equations: Sequence[Equation]) -> Stage:
+    """Returns the stage of an equation, which comes after the calls around it."""
+    if any(map(is_transposed, equations)):
+        return Stage.BACKWARD
+    return Stage.FORWARD if any(map(is_of_gradient, equations)) else Stage.OUTSIDE
 
 
 class Origin(NamedTuple):

@@ -20,8 +20,6 @@ from ..._jaxpr import (
     inner_jaxprs,
     is_by_autocast,
     is_literal,
-    is_of_gradient,
-    is_transposed,
     open_jaxpr,
     scope_of,
     traits_of,
@@ -34,6 +32,7 @@ from .._values.reference import is_narrow
 from .._values.rules import operations_of_rules
 from .._values.sites import line_of
 from .._values.source import names_half
+from .._values.unfollowed import Expressions
 from .calls import Key, calls_of_checkpoints, casts_of_calls, entering, keys_of, scalars_of_branches
 from .modules import Module, is_of_library
 from .origins import (
@@ -54,6 +53,7 @@ from .origins import (
     of_constants,
     operations_of,
     promoting,
+    stage_of,
     widens,
 )
 from .ties import Found, Ties, all_after, keeps_dtypes
@@ -98,17 +98,17 @@ def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Seque
         own = (sources | of_library if LIBRARY in sources else sources) - {LIBRARY, NONE}
         # What has no source adapts to what it meets. Alone it is what any half value may need.
         own = own if own or NONE not in sources else every
-
         return frozenset(map(with_lines, own))
 
     operations = list(operations_of(traced.jaxpr))
     products = {
         n: search.products[id(each)] for n, each in enumerate(operations) if id(each) in search.products
     }
-    others = [*dict.fromkeys(products.values()), *map(with_lines, search.others)]
+    lines = search.expressions.unfollowed({source.name for source in every})
+    others = [*map(with_lines, search.others), *map(number_in_half, lines), *dict.fromkeys(products.values())]
     of_rules = operations_of_rules(traced.jaxpr)
     rules = {n for n, each in enumerate(operations) if id(each) in of_rules}
-    constraints = search.ties.with_casts(search.after)
+    constraints = search.ties.with_casts(search.after, lines)
     return Found(list(map(resolved, operations)), constraints, products, others, rules)
 
 
@@ -129,6 +129,7 @@ class _Search(Forward[Origin]):
         self._differentiated: Sources = frozenset()  # Of the half values that a forward pass takes.
         # By its places, what an operation of a forward pass comes from, and so its backward pass.
         self._forward: dict[tuple[Key, bool], Sources] = {}
+        self.expressions = Expressions()
         self.ties = Ties()
         self._results: dict[int, list[Origin]] = {}  # Of each jaxpr when it was last run.
         self.others: dict[Module, None] = {}  # The edits of what loops and branches take and return.
@@ -140,12 +141,13 @@ class _Search(Forward[Origin]):
         return results
 
     def _call(self, equation: Equation, operands: Sequence[Origin]) -> list[Origin]:
-        if self._stage(equation) is Stage.BACKWARD:
+        if stage_of((*self.calls, equation)) is Stage.BACKWARD:
             return super()._call(equation, operands)
         line, places = line_of(equation), self._places(equation)
-        entered, edits = entering(equation, line, places, operands, self.ties, self._is_no_widening)
+        entered, edits, casts = entering(equation, line, places, operands, self.ties, self._is_no_widening)
         operands = [entered.get(n, operand) for n, operand in enumerate(operands)]
         self.others |= dict.fromkeys(edits)
+        self.expressions.casts |= casts.paths
         results = super()._call(equation, operands)
         inner = [[*self._results[id(open_jaxpr(part.jaxpr))]] for part in inner_jaxprs(equation)]
         for (branch, n), edit in scalars_of_branches(equation).items():
@@ -155,13 +157,16 @@ class _Search(Forward[Origin]):
         self.ties.of_call(equation, operands, inner, results)
         if any(map(is_narrow, equation.outvars)):
             around = casts_of_calls(line, equation.primitive.name, places, {}).only(self._is_no_widening)
+            self.expressions.casts |= around.paths
             self._note_after(frozenset[str]().union(*(each.edits for each in results)), around.of_result)
         return results
 
     def _origins(self, equation: Equation, operands: list[Origin]) -> list[Origin]:
         line = self._line(equation)
         is_half = gives_half(equation)
-        stage = self._stage(equation)
+        stage = stage_of((*self.calls, equation))
+        if stage is not Stage.BACKWARD:
+            self.expressions.note(self._places(equation))
         operands = self._across_gradient(equation, operands, stage, line)
         casts = self._left_out(equation, operands, line, stage)
         left_out = edit_of(equation, casts)
@@ -260,6 +265,7 @@ class _Search(Forward[Origin]):
         if equation.primitive.name == "broadcast_in_dim" and operands[0].edits & casts_of_operators(line):
             return _NO_CASTS
         found = casts_of_calls(line, equation.primitive.name, self._places(equation), self._checkpoints)
+        self.expressions.casts |= found.paths
         # What an autocast inside has in half is float32 for its function, which may cast it to float32.
         return found.only(names_half if self._autocast_around(equation) else self._is_no_widening)
 
@@ -276,12 +282,6 @@ class _Search(Forward[Origin]):
         if stage is Stage.OUTSIDE and any(o.stage is Stage.BACKWARD for o in halves):
             return [self._gradient(o, equation, line) for o in operands]
         return operands
-
-    def _stage(self, equation: Equation) -> Stage:
-        every = (*self.calls, equation)
-        if any(map(is_transposed, every)):
-            return Stage.BACKWARD
-        return Stage.FORWARD if any(map(is_of_gradient, every)) else Stage.OUTSIDE
 
     def _gradient(self, origin: Origin, equation: Equation, line: str) -> Origin:
         """Returns the origin of an operand that may be a gradient, in an equation outside of the gradient."""

@@ -12,7 +12,12 @@ _LOOPS = (ast.For, ast.While)
 _CARRIED = {"fori_loop": 3, "while_loop": 2, "scan": 1}
 """The position of the start of each loop of JAX."""
 _FIRST_ARGUMENT = {"cond": 3, "switch": 2, "apply": 1}
-"""The position of the argument for the first parameter of the function that is called."""
+"""The position of the argument for the first parameter of the function that is called.
+
+A branch takes what follows the branches, and a Linen module takes its variables first.
+"""
+_BUILTINS = {"map", "filter", "reduce", "accumulate", "starmap", "sorted", "min", "max", "next"}
+"""Functions without a frame of their own that call the functions which they take."""
 
 
 def call_at(place: Place) -> tuple[Source, ast.Call] | None:
@@ -54,28 +59,47 @@ def passes_on(call: ast.Call) -> bool:
     return len(call.args) == 1 and isinstance(call.args[0], ast.Starred)
 
 
-def argument(source: Source, name: ast.Name, call: ast.Call) -> ast.expr | None:
-    """Returns what a call gives for a parameter of the function around its name; None if it is not known."""
-    function = source.functions_around(name)[0]
-    parameters = [parameter for parameter in defaults_of(function) if parameter != "self"]
-    is_method = len(parameters) < len(defaults_of(function))
-    if any(isinstance(each, ast.Starred) for each in call.args) or name.id not in parameters:
+def argument(
+    source: Source, name: ast.Name, caller: Place, called: tuple[Source, ast.Call]
+) -> ast.expr | None:
+    """Returns what a call gives for a parameter of the function around its name; None if it is not known.
+
+    `caller` is the place of the call, and `called` has the call with its source.
+    """
+    function, (outer, call) = source.functions_around(name)[0], called
+    parameters, is_of_jax = [*defaults_of(function)], not caller.is_direct
+    is_method = parameters[:1] in (["self"], ["cls"])
+    is_known = is_method or _is_called(source, function, call) if is_of_jax else _name(call) not in _BUILTINS
+    if not is_known:
         return None
-    if not (is_method or _is_called(source, function, call)):
-        return None
-    position, called = parameters.index(name.id), _name(call)
-    if called in _CARRIED:  # What a loop carries comes from its body as well.
-        return call.args[2] if called == "scan" and position == 1 and len(call.args) > 2 else None
+    if is_of_jax and _name(call) in _CARRIED:  # What a loop carries comes from its body as well.
+        is_of_inputs = _name(call) == "scan" and parameters.index(name.id) == 1
+        return call.args[2] if is_of_inputs and len(call.args) > 2 else None
+    given = _positional(outer, call, _FIRST_ARGUMENT.get(_name(call), 0) if is_of_jax else 0)
     named = {keyword.arg: keyword.value for keyword in call.keywords}
-    return named.get(name.id, next(iter(_positional(call)[position:]), None))
+    # A method may be called as a function of its class, with the object as an argument.
+    parameters = parameters[is_method and len(given) + len(named) < len(parameters) :]
+    known = list(itertools.takewhile(lambda each: not isinstance(each, ast.Starred), given))
+    values = dict(zip(parameters, known)) | named
+    # A call that gives too few is that of a function with some of its arguments bound.
+    is_whole = len(known) < len(given) or set(values).issuperset(_required(function, parameters))
+    return values.get(name.id) if is_whole else None
 
 
-def _positional(call: ast.Call) -> list[ast.expr]:
-    """Returns the positional arguments of the function that a call runs."""
-    is_partial = isinstance(call.func, ast.Call) and _name(call.func) == "partial"
-    bound = call.func.args[1:] if isinstance(call.func, ast.Call) and is_partial else []
-    # A branch takes what follows the branches, and a Linen module takes its variables first.
-    return [*bound, *call.args[_FIRST_ARGUMENT.get(_name(call), 0) :]]
+def _required(function: Any, parameters: Sequence[str]) -> set[str]:
+    """Returns those of the positional parameters of a function that have no default."""
+    positional = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+    return {*positional[: len(positional) - len(function.args.defaults)]}.intersection(parameters)
+
+
+def _positional(source: Source, call: ast.Call, first: int) -> list[ast.expr]:
+    """Returns the positional arguments of the function that a call runs, whose own ones begin at `first`."""
+    func: ast.expr = call.func
+    if isinstance(func, ast.Name) and len(values := source.values_of(func)) == 1:
+        func = values[0]
+    is_partial = isinstance(func, ast.Call) and _name(func) == "partial"
+    bound = func.args[1:] if isinstance(func, ast.Call) and is_partial else []
+    return [*bound, *call.args[first:]]
 
 
 def _is_called(source: Source, function: Any, call: ast.Call) -> bool:

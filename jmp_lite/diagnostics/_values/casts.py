@@ -9,21 +9,15 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeAlias
 
-from ..._jaxpr import Equation, Place, inner_jaxprs
+from ..._jaxpr import Equation, Place, Span, inner_jaxprs
 from .callers import argument, call_at, entering, is_parameter, is_returned, passes_on
-from .source import Source, assigned, expressions_at, operands_of
+from .conversions import OPERATORS, Cast, cast_of, conversion, end_of, is_operator, leaves_of
+from .source import Source, assigned, expressions_at
 
-_CONVERSIONS = ("astype", "asarray", "array", "convert_element_type")
-_OPERATORS = {
-    "dot_general": ast.MatMult,
-    "add": ast.Add,
-    "sub": ast.Sub,
-    "mul": ast.Mult,
-    "div": ast.Div,
-    "pow": ast.Pow,
-}
+Path: TypeAlias = tuple[Span, ...]
+"""An expression, and the calls around it, inner first."""
 
 
 class Casts(NamedTuple):
@@ -34,6 +28,7 @@ class Casts(NamedTuple):
     # By position, the expression of an operand, the expression around it, and the name of the function.
     given: Mapping[int, tuple[ast.expr, ast.AST, str]] = MappingProxyType({})
     returned: ast.AST | None = None  # The expression, if the function returns it.
+    paths: frozenset[Path] = frozenset()  # Those of all casts that were found.
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -80,23 +75,37 @@ def _of_promoted(casts: Casts) -> Casts:
     return casts._replace(operands={0: places[0]} if len(places) == 1 else {}, of_result=())
 
 
+class _Found(NamedTuple):
+    line: str
+    path: Path
+
+
+def _found(source: Source, node: ast.AST, cast: Cast, function: str, callers: Sequence[Place]) -> _Found:
+    path = source.span(cast.at), *(caller.span for caller in callers)
+    return _Found(_place_of(source, node, cast, function), path)
+
+
 def _with_callers(source: Source, casts: Casts, callers: Sequence[Place]) -> Casts:
     """Adds the casts of the arguments and of the results of the functions around an operation."""
-    found = {at: tuple(_casts_at(source, *operand, callers)) for at, operand in casts.given.items()}
-    operands = {at: lines for at, lines in found.items() if lines}
-    returned = _casts_of_call(source, casts.returned, callers) if casts.returned is not None else ()
-    return casts._replace(operands=operands, of_result=(*casts.of_result, *returned))
+    found = {at: list(_casts_at(source, *operand, callers)) for at, operand in casts.given.items()}
+    operands = {at: tuple(each.line for each in own) for at, own in found.items() if own}
+    returned = list(_casts_of_call(source, casts.returned, callers)) if casts.returned is not None else []
+    around = tuple(caller.span for caller in callers)
+    paths = {each.path for own in (*found.values(), returned) for each in own}
+    paths |= {(*path, *around) for path in casts.paths}
+    of_result = (*casts.of_result, *(each.line for each in returned))
+    return casts._replace(operands=operands, of_result=of_result, paths=frozenset(paths))
 
 
 def _casts_at(
     source: Source, given: ast.expr, node: ast.AST, function: str, callers: Sequence[Place]
-) -> Iterator[str]:
+) -> Iterator[_Found]:
     """Yields where an operand of an expression is cast, the last cast first; a parameter also by callers.
 
     JAX knows the function around the expression as `function`.
     """
     while (cast := cast_of(source, given)) is not None:
-        yield _place_of(source, node, cast, function)
+        yield _found(source, node, cast, function, callers)
         given = cast.operand
     if not callers or not isinstance(given, ast.Name) or not is_parameter(source, given):
         return
@@ -104,32 +113,32 @@ def _casts_at(
     found = call_at(caller)
     if found is not None and passes_on(found[1]):
         yield from _casts_at(source, given, node, function, outer)
-    elif found is not None and (value := argument(source, given, found[1])) is not None:
+    elif found is not None and (value := argument(source, given, caller, found)) is not None:
         yield from _casts_at(found[0], value, found[1], f"({caller.function})", outer)
 
 
-def _casts_of_call(source: Source, node: ast.AST, callers: Sequence[Place]) -> Iterator[str]:
+def _casts_of_call(source: Source, node: ast.AST, callers: Sequence[Place]) -> Iterator[_Found]:
     """Yields where callers cast what a function returns."""
-    for caller in callers:
+    for number, caller in enumerate(callers, start=1):
         if not is_returned(source, node) or (found := call_at(caller)) is None:
             return
         source, node = found
         for cast in _casts_of_result(source, node):
-            yield _place_of(source, node, cast, f"({caller.function})")
+            yield _found(source, node, cast, f"({caller.function})", callers[number:])
 
 
-def casts_entering(equation: Equation, places: Sequence[Place]) -> dict[int, tuple[str, ...]]:
-    """Returns the casts of what branches take, and of that with which a loop starts, by their operands.
+def casts_entering(equation: Equation, places: Sequence[Place]) -> Casts:
+    """Returns the casts of what branches take, and of that with which a loop starts.
 
     They and `places` are as in `casts_around`.
     """
     name = equation.primitive.name
     if name not in ("cond", "scan", "while") or not places or (found := call_at(places[0])) is None:
-        return {}
+        return Casts({})
     source, call = found
     function, callers = f"({places[0].function})", places[1:]
-    leaves = list(itertools.chain.from_iterable(_leaves(source, each) for each in entering(call)))
-    casts = [tuple(_casts_at(source, leaf, call, function, callers)) for leaf in leaves]
+    leaves = list(itertools.chain.from_iterable(leaves_of(source, each) for each in entering(call)))
+    casts = [list(_casts_at(source, leaf, call, function, callers)) for leaf in leaves]
     # A `cond` closes over the arrays before these, and a `fori_loop` carries its indexes before them.
     body = inner_jaxprs(equation)[-1]
     carried = body.operands[body.constants :][: body.carried]
@@ -137,24 +146,19 @@ def casts_entering(equation: Equation, places: Sequence[Place]) -> dict[int, tup
     # A name may stand for several arrays, so that those before it have no known place.
     is_known = name != "cond" and len(carried) - len(casts) in (0, 1, 2)
     last = pairs if is_known else itertools.takewhile(lambda pair: pair[1], pairs)
-    return {n: lines for n, lines in last if lines}
+    known = {n: own for n, own in last if own}
+    lines = {n: tuple(each.line for each in own) for n, own in known.items()}
+    return Casts(lines, paths=frozenset(each.path for own in known.values() for each in own))
 
 
 def casts_of_operators(line: str) -> set[str]:
     """Returns the casts of the operands of all operators that begin at a line."""
     source, nodes = expressions_at(line)
     function = line.partition(" ")[2]
-    pairs = [(node, name) for node in nodes for name in _OPERATORS if is_operator(node, name)]
+    pairs = [(node, name) for node in nodes for name in OPERATORS if is_operator(node, name)]
     found = (_casts_around(source, (node,), function, name) for node, name in pairs if source is not None)
     own = (_with_callers(source, each, ()) for casts in found for each in casts if source is not None)
     return {lines[0] for each in own for lines in each.operands.values()}
-
-
-class Cast(NamedTuple):
-    """A conversion to half."""
-
-    call: ast.Call  # What takes the dtype, which may be in a function that makes this conversion alone.
-    operand: ast.expr  # The array that it converts.
 
 
 @functools.lru_cache(maxsize=4096)
@@ -162,14 +166,18 @@ def _casts_around(source: Source, nodes: Sequence[ast.AST], function: str, primi
     found = []
     others = [node for node in nodes if isinstance(node, (ast.Call, ast.Subscript))]
     is_promotion = primitive == "convert_element_type"
+    # One that converts to a dtype of an unknown name, as in `x.astype(F32)`, may be no cast to half.
+    is_known = is_promotion and len(nodes) == 1
     operators = [node for node in nodes if is_operator(node, primitive)]
     operators = [node for node in nodes if isinstance(node, ast.BinOp)] if is_promotion else operators
     for node in operators or others:
-        if _conversion(source, node) is None:
-            operands = {at: (each, node, function) for at, each in enumerate(_operands(node, primitive))}
-            results = (_place_of(source, node, cast, function) for cast in _casts_of_result(source, node))
+        if is_known or conversion(source, node) is None:
+            every = enumerate(_operands(source, node, primitive))
+            operands = {at: (each, node, function) for at, each in every}
+            results = [_found(source, node, cast, function, ()) for cast in _casts_of_result(source, node)]
             returned = node if is_returned(source, node) else None
-            found.append(Casts({}, tuple(results), operands, returned))
+            paths = frozenset(each.path for each in results)
+            found.append(Casts({}, tuple(each.line for each in results), operands, returned, paths))
     return found
 
 
@@ -180,69 +188,12 @@ def _place_of(source: Source, node: ast.AST, cast: Cast, function: str) -> str:
     return f"{source.place(cast.call)} {function}".strip() if is_here else source.line(cast.call)
 
 
-def constants_at(line: str, primitive: str) -> list[str]:
-    """Returns where the operands of an operation are scalars in half, such as `jnp.zeros((), dtype=H)`.
-
-    A jaxpr has them as literals, without a line.
-    """
-    source, nodes = expressions_at(line)
-    operators = [node for node in nodes if is_operator(node, primitive)]
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    # Of the calls in `lax.scan(...)[0].astype(F32)`, the inner one has the operands.
-    made = operators if operators else calls[-1:]
-    if source is None or len(made) != 1:
-        return []
-    leaves = itertools.chain.from_iterable(_leaves(source, each) for each in operands_of(made[0]))
-    found = (_constant(source, leaf) for leaf in leaves)
-    return [source.line(call) for call in found if call is not None]
-
-
-def _leaves(source: Source, node: ast.expr) -> Iterator[ast.expr]:
-    """Yields the leaves of a tree that an expression or its name stands for, or that a lambda returns."""
-    node = node.body if isinstance(node, ast.Lambda) else node
-    values = list(source.values_of(node)) if isinstance(node, ast.Name) else []
-    trees = [value for value in values if isinstance(value, (ast.Tuple, ast.List, ast.Dict))]
-    yield from _flat(trees[0] if len(values) == len(trees) == 1 else node)
-
-
-def _flat(node: ast.expr) -> Iterator[ast.expr]:
-    children = node.values if isinstance(node, ast.Dict) else getattr(node, "elts", [node])
-    for child in children:
-        yield from [child] if child is node else _flat(child)
-
-
-def _constant(source: Source, node: ast.expr) -> ast.Call | None:
-    """Returns the call that makes a scalar in half, which an expression is, or the only one of its name."""
-    if isinstance(node, ast.Name):
-        values = (value for value in source.values_of(node) if not isinstance(value, ast.Name))
-        found = [_constant(source, value) for value in values]
-        own = [call for call in found if call is not None]
-        return own[0] if len(own) == 1 else None
-    if isinstance(node, ast.Call) and source.is_half_dtype(node.func):  # As `jnp.float16(0)`.
-        return node
-    if not isinstance(node, ast.Call) or not source.makes_half(node):
-        return None
-    value = _converted(node)
-    is_scalar = _is_empty(value) or isinstance(value, ast.Constant)
-    is_scalar |= isinstance(value, ast.Call) and any(map(_is_empty, value.args[:1]))
-    return node if is_scalar else None
-
-
-def _is_empty(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Tuple) and not node.elts
-
-
-def is_operator(node: ast.AST, primitive: str) -> TypeGuard[ast.BinOp]:
-    """Whether an expression is the operator of an operation, as `a @ b` is that of a `dot_general`."""
-    return isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS.get(primitive, ()))
-
-
 def _casts_of_result(source: Source, node: ast.AST) -> Iterator[Cast]:
     """Yields the conversions of the value of an expression."""
     outer = source.outer.get(node)
     while isinstance(outer, ast.Subscript):
         node, outer = outer, source.outer.get(outer)
-    cast = _conversion(source, outer)
+    cast = conversion(source, outer)
     if cast is not None and cast.operand is node:
         yield cast
     if isinstance(outer, ast.Assign) and isinstance(outer.targets[0], ast.Name):
@@ -255,23 +206,19 @@ def _casts_of_name(source: Source, statement: ast.Assign, name: str) -> Iterator
     if function is None:
         return
     inside, values = list(ast.walk(function)), assigned(function, ast.Name, name)
-    start = _end(statement)
+    start = end_of(statement)
     # The next statement that assigns the name may read the old value; in a loop any statement may.
-    end = min((_end(value) for value in values if _end(value) > start), default=_NEVER)
+    end = min((end_of(value) for value in values if end_of(value) > start), default=_NEVER)
     loops = [each for each in inside if isinstance(each, (ast.For, ast.While))]
     if loops := [each for each in loops if statement in ast.walk(each)]:
-        start, end = (loops[0].lineno, 0), _end(loops[0])
+        start, end = (loops[0].lineno, 0), end_of(loops[0])
     for node in inside:
-        cast = _conversion(source, node)
-        if cast is not None and start < _end(cast.operand) <= end and _root(cast.operand) == name:
+        cast = conversion(source, node)
+        if cast is not None and start < end_of(cast.operand) <= end and _root(cast.operand) == name:
             yield cast
 
 
 _NEVER = (10**9, 0)
-
-
-def _end(node: Any) -> tuple[int, int]:
-    return node.end_lineno, node.end_col_offset
 
 
 def _root(node: ast.AST) -> str:
@@ -281,7 +228,7 @@ def _root(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _operands(node: ast.AST, primitive: str) -> list[ast.expr]:
+def _operands(source: Source, node: ast.AST, primitive: str) -> list[ast.expr]:
     """Returns the operands of an expression in the order of those of its operation."""
     match node:
         case ast.BinOp(left=left, right=right):
@@ -292,53 +239,13 @@ def _operands(node: ast.AST, primitive: str) -> list[ast.expr]:
             return [predicate, true, false] if is_same else [predicate, false, true]
         case ast.Call(args=[ast.List(elts=arrays) | ast.Tuple(elts=arrays), *args]):  # Of `concatenate`.
             return [*arrays, *args]
-        case ast.Call(func=ast.Attribute(value=ast.Call() as array), args=args):  # A method of an array.
+        # A method of an array.
+        case ast.Call(func=ast.Attribute(value=ast.Call() as array), args=args):
+            return [array, *args]
+        case ast.Call(func=ast.Attribute(value=ast.Name() as array), args=args) if source.is_local(array):
             return [array, *args]
         case ast.Call(args=args):
             return list(args)
         case ast.Subscript(value=array):
             return [array]
     return []
-
-
-def cast_of(source: Source, node: ast.expr) -> Cast | None:
-    """Returns the cast to half that an expression is, or that its name stands for."""
-    if not isinstance(node, ast.Name):
-        return _conversion(source, node)
-    functions, values = source.functions_around(node), source.values_of(node)
-    before = [value for value in values if _end(value) < (node.lineno, node.col_offset)]
-    # The last value before this line, if no loop or branch lies between them.
-    is_sure = len(values) == 1 or (functions and before and source.is_straight(functions[0], before[-1]))
-    if not before or not is_sure or isinstance(before[-1], ast.Name):
-        return None
-    return cast_of(source, before[-1])
-
-
-def _conversion(source: Source, node: ast.AST | None) -> Cast | None:
-    """Returns an expression if it converts an array to half."""
-    if not isinstance(node, ast.Call):
-        return None
-    if not source.makes_half(node):
-        return _by_a_function(source, node)
-    operand = _converted(node)
-    is_conversion = ast.unparse(node.func).rpartition(".")[2] in _CONVERSIONS
-    return Cast(node, operand) if is_conversion and operand is not None else None
-
-
-def _by_a_function(source: Source, call: ast.Call) -> Cast | None:
-    """Returns the conversion by a function of the program that does nothing else, such as `to_half(x)`."""
-    functions = source.functions.get(ast.unparse(call.func).removeprefix("self."), [])
-    value = source.returned_alone(functions[0]) if len(functions) == 1 else None
-    if not isinstance(value, ast.Call) or not source.makes_half(value):
-        return None
-    parameters = (arg.arg for arg in functions[0].args.args if arg.arg != "self")
-    arguments, converted = dict(zip(parameters, call.args)), _converted(value)
-    operand = arguments.get(converted.id) if isinstance(converted, ast.Name) else None
-    return Cast(value, operand) if operand is not None else None
-
-
-def _converted(call: ast.Call) -> ast.expr | None:
-    """Returns what a conversion takes."""
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "astype":
-        return call.func.value
-    return call.args[0] if call.args else None

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import Category, Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
-from .casts import cast_of, is_operator
+from .conversions import cast_of, is_operator
 from .sites import NARROW
 from .source import FUNCTIONS, Source, assigned, defaults_of, expressions_at, operands_of
 

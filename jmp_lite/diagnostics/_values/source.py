@@ -53,6 +53,10 @@ class Source:
         """Returns where an expression begins, as `file.py:12:4`."""
         return f"{self._file}:{node.lineno}:{node.col_offset}"
 
+    def span(self, node: Any) -> tuple[str, tuple[int, int], tuple[int, int]]:
+        """Returns the file of an expression, and where it begins and ends."""
+        return self._file, (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
     def functions_around(self, node: ast.AST) -> list[Any]:
         """Returns the functions around an expression, inner first."""
         return [each for each in self.around[node] if isinstance(each, FUNCTIONS)]
@@ -61,6 +65,11 @@ class Source:
         """Returns what the innermost function that assigns a name gives to it."""
         functions = self.functions_around(node)
         return next(filter(None, (assigned(each, ast.Name, node.id) for each in functions)), ())
+
+    def is_local(self, name: ast.Name) -> bool:
+        """Whether a name is a parameter of a function around it, or such a function assigns it."""
+        is_parameter = any(name.id in defaults_of(each) for each in self.functions_around(name))
+        return is_parameter or bool(self.values_of(name))
 
     def name_of(self, functions: Sequence[Any]) -> str:
         """Returns the qualified name of the first of the functions around an expression, as Python has it."""

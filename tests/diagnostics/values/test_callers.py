@@ -64,6 +64,19 @@ def of_decorator(x):
     return x * 2
 
 
+alias = double
+
+
+def called(function, x):
+    return function(x)
+
+
+def renamed_to_half(function):
+    return lambda h: function(
+        h.astype(F16)  # A line of its own.
+    )
+
+
 def renamed(function):
     return lambda other: function(other + 0)
 
@@ -83,6 +96,12 @@ CALLS = {
     "checkpoint": lambda h: jax.checkpoint(double)(h.astype(F16)),
     "cond": lambda h: lax.cond(jnp.sum(h) < 0, double, lambda v: v, h.astype(F16)),
     "switch": lambda h: lax.switch(jnp.int32(h.shape[0]), [double, lambda v: v], h.astype(F16)),
+    "an_alias": lambda h: alias(h.astype(F16)),
+    "a_table": lambda h: {"double": double}["double"](h.astype(F16)),
+    "an_argument": lambda h: called(double, h.astype(F16)),
+    "a_function_of_a_class": lambda h: Doubling.__call__(Doubling(), h.astype(F16)),
+    "a_named_partial": lambda h: (bound := functools.partial(scaled, 2.0)) and bound(h.astype(F16)),
+    "a_decorator": lambda h: renamed_to_half(double)(h),
     "scanned": lambda h: lax.scan(lambda c, u: (c, u * 2), 0.0, h.astype(F16))[1],
 }
 LOOPS = {
@@ -98,6 +117,9 @@ OTHERS = {
     "starred": lambda h: double(*[h.astype(F16)]),
     "assigned_in_a_loop": lambda h: looped(h.astype(F16)),
     "a_function_of_jax": lambda h: jax.tree.map(scaled, 2.0, h.astype(F16)),
+    "a_partial_of_another_function": lambda h: called(functools.partial(scaled, 2.0), h.astype(F16)),
+    "a_builtin": lambda h: next(map(double, [h.astype(F16)])),
+    "a_reduction": lambda h: functools.reduce(double, [h], h.astype(F16)),
     "a_function_between": lambda h: renamed(double)(h.astype(F16)),
 }
 
@@ -177,6 +199,6 @@ def test_a_result_is_cast_where_the_function_is_called():
 def test_what_branches_take_and_loops_start_from_is_known_by_its_operand(name, expected):
     every = {**CALLS, **LOOPS}
     ((equation, places),) = [each for kind in ("cond", "scan", "while") for each in traced(every[name], kind)]
-    found = casts_entering(equation, places)
+    found = casts_entering(equation, places).operands
     assert [*found] == [number % len(equation.invars) for number in expected]
     assert all(_text(line).startswith("h.astype(F16)") for lines in found.values() for line in lines)
