@@ -220,7 +220,9 @@ class Trials:
                 return []
             # A package, such as an optimizer, computes with what the program has cast.
             line, program = origin.site.line, self.runs.program
-            return sets(program.groups_on(line)) if not is_of_library(line) else [program.edits]
+            if is_of_library(line):
+                return [program.edits]
+            return sets(program.groups_on(line) or program.groups_on(line, only_edits=False))
 
         def is_harmful(origin):
             return any(measured(kept) < wrong / 2 for kept in near(origin))

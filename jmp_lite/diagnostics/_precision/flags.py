@@ -173,10 +173,11 @@ class FlaggedProgram:
         keys = self._constraints.completed({edit.key for edit in kept}, keyed, of_gradients)
         return None if keys is None else tuple(edit for key, edit in keyed.items() if key in keys)
 
-    def groups_on(self, line: str) -> list[Module]:
+    def groups_on(self, line: str, only_edits: bool = True) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""
         groups, flags = (*self.modules, *self._sources), self._flags_by_line.get(line, ())
-        found = [group for number, group in enumerate(groups) if number in flags and group.is_edit]
+        own = [group for number, group in enumerate(groups) if number in flags]
+        found = [group for group in own if group.is_edit or not only_edits]
         sources = [group for group in found if group in self._sources]
         return sorted(sources, key=lambda source: not source.is_argument) or found
 
@@ -264,7 +265,7 @@ class FlaggedProgram:
         parts, owners = own_modules([before[n] for n in own], parameters, traced.names, around)
         # Layers of a library are found among the modules. What comes out of one comes from it alone, so the
         # sources are then found again.
-        if layers := [part for part in parts if part.layer]:
+        if layers := {n: parts[owner] for n, owner in zip(own, owners, strict=True) if parts[owner].layer}:
             found = sources_of(traced, self.is_step, numbers, layers)
         self._found = found
         every = sorted(frozenset[Module]().union(*found.sources), key=lambda source: source.name)

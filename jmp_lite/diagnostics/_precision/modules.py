@@ -82,13 +82,28 @@ def own_modules(
 
     `around` is the scope of a function that is jitted as a whole, which no module shares its name with.
     """
-    names = _names(operations, parameters, around)
+    names = _with_layers(_names(operations, parameters, around), operations, paths, around)
     has_policy = any(operation.source.startswith(_PACKAGE) for operation in operations)
     members: dict[str, list[AutocastOperation]] = collections.defaultdict(list)
     for name, operation in zip(names, operations):
         members[name].append(operation)
     modules = [_own_module(name, own, has_policy, paths, around) for name, own in members.items()]
     return modules, [[*members].index(name) for name in names]
+
+
+def _with_layers(
+    names: Sequence[str], operations: Sequence[AutocastOperation], paths: Collection[str], around: str
+) -> list[str]:
+    """Returns the names of modules, with those of the layers of a library beside operations of the user."""
+    # A layer has a dtype of its own. What the user computes in half around it follows from that.
+    mixed = {name for name, operation in zip(names, operations) if not is_of_library(operation.source)}
+
+    def name_of(name, operation):
+        is_layer = name in mixed and is_of_library(operation.source)
+        scope = operation.scope.removeprefix(f"{around}/")
+        return operation.scope if is_layer and _path_of_parameters(scope, paths) else name
+
+    return list(map(name_of, names, operations))
 
 
 def renamed(own: Sequence[Module], cast: Sequence[Module]) -> list[Module]:

@@ -1,7 +1,8 @@
 """What the values of a program come from, and where in a step they are computed."""
 
+import collections
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ..._autocast.report import has_floating
@@ -9,6 +10,7 @@ from ..._jaxpr import (
     Category,
     Equation,
     Jaxpr,
+    Place,
     casting_line,
     equations,
     inner_jaxprs,
@@ -16,10 +18,12 @@ from ..._jaxpr import (
     is_of_gradient,
     is_transposed,
     traits_of,
+    users_places,
 )
 from .._values.casts import Casts
 from .._values.conversions import constants_at
 from .._values.reference import is_narrow
+from .._values.sites import line_of
 from .._values.source import makes_half
 from .modules import Module, is_of_library
 
@@ -171,3 +175,19 @@ def forward_operations(jaxpr: Jaxpr) -> Iterator[Equation]:
                 yield from forward_operations(inner.jaxpr)
         else:
             yield equation
+
+
+def layers_of(operations: Sequence[Equation], layers: Mapping[int, Module]) -> dict[int, Sources]:
+    """Returns the layers of a library by the ids of their operations; `layers` has them by index.
+
+    What else a library casts in the same call belongs to its layer: an input has the name of none.
+    """
+    calls = [tuple(users_places(each)) for each in operations]
+    called = collections.defaultdict[tuple[Place, ...], set[Module]](set)
+    for n, layer in layers.items():
+        called[calls[n]].add(layer)
+    found = {id(operations[n]): frozenset({layer}) for n, layer in layers.items()}
+    for each, call in zip(operations, calls):
+        if len(called[call]) == 1 and is_of_library(line_of(each)):
+            found.setdefault(id(each), frozenset(called[call]))
+    return found

@@ -7,7 +7,8 @@ a cast back to float32. So a source is an edit that a user can write, where a sc
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from ..._jaxpr import (
     Arguments,
@@ -47,6 +48,7 @@ from .origins import (
     forward_operations,
     gives_half,
     joined,
+    layers_of,
     made_at,
     number_in_half,
     of_cast,
@@ -61,18 +63,22 @@ from .ties import Found, Ties, all_after, keeps_dtypes
 _NO_CASTS = Casts({})
 
 
-def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Sequence[Module] = ()) -> Found:
+def sources_of(
+    traced: Arguments, is_step: bool, numbers: Numbers, layers: Mapping[int, Module] = MappingProxyType({})
+) -> Found:
     """Returns what the half values of a program come from, and which of them belong together.
 
-    An operation in float32 has sources if one of the `numbers` that it takes was converted to half. What one
-    of the `layers` of a library gives comes from it alone: it casts whatever it takes to its own dtype.
+    An operation in float32 has sources if one of the `numbers` that it takes was converted to half. `layers`
+    has the layers of a library, by the indexes of their operations. What one gives comes from it alone: it
+    casts whatever it takes to its own dtype.
     """
     named = zip(traced.names, traced.arrays, strict=True)
 
     def source(name):
         return Origin(frozenset({Module(name.split("/")[0], "", is_argument=True)}))
 
-    search = _Search(traced.jaxpr, numbers, layers)
+    operations = list(operations_of(traced.jaxpr))
+    search = _Search(traced.jaxpr, numbers, layers_of(operations, layers))
     search.run(traced.jaxpr, [source(name) if is_narrow(array) else Origin() for name, array in named])
     every = frozenset[Module]().union(*map(joined, search.found.values())) - {NONE, LIBRARY}
     # In a loss, a layer of a library has a dtype of its own. In a step, an optimizer casts to the dtypes of
@@ -100,7 +106,6 @@ def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Seque
         own = own if own or NONE not in sources else every
         return frozenset(map(with_lines, own))
 
-    operations = list(operations_of(traced.jaxpr))
     products = {
         n: search.products[id(each)] for n, each in enumerate(operations) if id(each) in search.products
     }
@@ -115,7 +120,7 @@ def sources_of(traced: Arguments, is_step: bool, numbers: Numbers, layers: Seque
 class _Search(Forward[Origin]):
     """Follows sources forwards through a program."""
 
-    def __init__(self, jaxpr: Jaxpr, numbers: Numbers, layers: Sequence[Module]) -> None:
+    def __init__(self, jaxpr: Jaxpr, numbers: Numbers, layers: Mapping[int, Sources]) -> None:
         super().__init__(self._origins, both, Origin(is_fixed=True))
         # The lines that cast to float32, by a name that the source may not explain.
         self._widening = set(map(line_of, filter(widens, forward_operations(jaxpr))))
@@ -344,7 +349,4 @@ class _Search(Forward[Origin]):
 
     def _layer_of(self, equation: Equation) -> Sources:
         """Returns the layer that an equation belongs to; empty if it is not in one."""
-        if not self._layers:
-            return frozenset()
-        scope = self._scope(equation)
-        return frozenset(layer for layer in self._layers if f"{scope}/".startswith(f"{layer.name}/"))
+        return self._layers.get(id(equation), frozenset())

@@ -308,3 +308,13 @@ def test_an_inf_that_makes_finite_results_wrong_is_not_called_harmless(fun, oper
     assert report.cause.operation == operation
     assert report.remedies[0].helps
     assert operation not in [each.operation for each in report.harmless]
+
+
+TABLE = 300 * jnp.arange(1, 5, dtype=jnp.float16)
+
+
+def test_an_inf_that_makes_a_result_wrong_is_not_harmless_where_no_edit_is_known():
+    report = find_nonfinite(lambda x: jnp.sum(x * lax.rsqrt(TABLE * TABLE)))(jnp.ones(4))
+    assert report.cause.operation == "mul"
+    assert report.cause.end.startswith("rsqrt")
+    assert not report.harmless
