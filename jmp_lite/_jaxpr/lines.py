@@ -46,7 +46,7 @@ def calling_line(equation: Equation) -> str:
     if not line.startswith(_OURS) and not any(name in line for name in _PACKAGES):
         return ""
     frames = equation.source_info.traceback.frames
-    return _first_line(frame for frame in frames if not _is_of_package(frame.file_name))
+    return _first_line(frame for frame in frames if not is_of_package(frame.file_name))
 
 
 def casting_line(equation: Equation) -> str:
@@ -88,7 +88,7 @@ def users_places(equation: Equation) -> Iterator[Place]:
     """Yields the expression of the user that made an equation, and then the calls around it, inner first."""
     is_direct = False
     for code, instruction in zip(*equation.source_info.traceback.raw_frames()):
-        is_of_user = not _is_of_package(code.co_filename)
+        is_of_user = not is_of_package(code.co_filename)
         if is_of_user:
             # Code of the same text in two files is equal.
             yield _place(code, code.co_filename, instruction, is_direct)
@@ -116,12 +116,13 @@ def users_stacklevel() -> int:
     """Returns the `stacklevel` with which a warning of the caller names the line of the user's program."""
     # `skip_file_prefixes` of `warnings.warn` needs Python 3.12.
     files = [frame.filename for frame in inspect.stack(context=0)[1:]]
-    return next((number for number, file in enumerate(files, 1) if not _is_of_package(file)), 1)
+    return next((number for number, file in enumerate(files, 1) if not is_of_package(file)), 1)
 
 
 def _first_line(frames: Iterator[Any]) -> str:
     return next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in frames), "")
 
 
-def _is_of_package(file: str) -> bool:
+def is_of_package(file: str) -> bool:
+    """Whether a file belongs to a package that is installed, such as JAX or this one."""
     return any(package in file for package in _PACKAGES) or file.startswith((_OURS, _JAX))

@@ -10,7 +10,8 @@ import numpy as np
 def widened(source, words, half=("F16", "BF16", "H")):
     """The source with F32 in place of half dtypes, in the calls at the places that are named in the words.
 
-    A place is the line and the column at which a call begins, as in `/drawn/loss.py:3:9`.
+    A place is the line and the column at which a call begins, as in `/drawn/loss.py:3:9`, or the line alone,
+    of a cast of a policy.
     """
     places = {(int(row), int(column)) for row, column in re.findall(r"\.py:(\d+):(\d+)", words)}
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
@@ -27,6 +28,8 @@ def widened(source, words, half=("F16", "BF16", "H")):
         found.add(place)
         lines[row - 1] = f"{lines[row - 1][:start]}F32{lines[row - 1][end:]}"
     assert found == places, f"No call makes half values at {places - found}:\n{source}"
+    for row in {int(row) for row in re.findall(r"\.py:(\d+)(?![\d:])", words)}:
+        lines[row - 1] = re.sub(rf"\b({'|'.join(half)})\b", "F32", lines[row - 1])
     return "".join(lines)
 
 

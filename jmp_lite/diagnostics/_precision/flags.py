@@ -262,7 +262,8 @@ class FlaggedProgram:
         numbers = lost_numbers(traced.jaxpr, self._case.numbers)
         found = sources_of(traced, self.is_step, numbers)
         own = [n for n, operation in enumerate(before) if gives_half(operation) or found.sources[n]]
-        parts, owners = own_modules([before[n] for n in own], parameters, traced.names, around)
+        paths = [name for name in traced.names if name.split("/")[0] in parameters]
+        parts, owners = own_modules([before[n] for n in own], parameters, paths, around)
         # Layers of a library are found among the modules. What comes out of one comes from it alone, so the
         # sources are then found again.
         if layers := {n: parts[owner] for n, owner in zip(own, owners, strict=True) if parts[owner].layer}:

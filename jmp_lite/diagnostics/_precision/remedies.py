@@ -22,20 +22,21 @@ def few_edits(
 ) -> Sequence[Module] | None:
     """Returns a small set of edits that bring an error to a tolerance; None if all are not enough.
 
-    The edits that are `near` the cause are tried first, each alone. None of the set can be left out.
+    The edits that are `near` the cause are tried first, each alone. A search among runs of one program finds
+    the set. It is then written into the program, which decides.
     `of_gradients`: whether the error may be that of a backward pass.
     """
 
     search = _Search(runs, error, tolerance, of_gradients)
-    for kept in (*([edit] for edit in sorted(near, key=search.size)), near):
-        if kept and search.is_enough(kept):
-            return search.least(kept)
-    edits = sorted(runs.program.edits, key=lambda edit: edit.name)
-    if len(edits) > MOST_EDITS:
-        return search.completed(edits) if search.is_enough(edits) else None
-    edits = [edit for edit in edits if search.completed([edit]) is not None]
-    without = {edit: error([other for other in edits if other is not edit]) for edit in edits}
-    return search.least(sorted(edits, key=lambda edit: without[edit], reverse=True)) or None
+    for kept in (search.few(near), search.completed(runs.program.edits)):
+        if kept:
+            # The gradients with respect to an argument in float32 are in float32.
+            has_arguments = any(edit.is_argument for edit in kept)
+            kept = [edit for edit in kept if not (has_arguments and edit.is_gradient)]
+            runs.write(kept)
+            if error(kept) <= tolerance:
+                return kept
+    return None
 
 
 @dataclasses.dataclass
@@ -46,6 +47,18 @@ class _Search:
     error: Callable[[Sequence[Module]], Any]
     tolerance: Any
     of_gradients: bool
+
+    def few(self, near: Sequence[Module]) -> Sequence[Module] | None:
+        """Returns few edits that are enough; those `near` the cause are tried first."""
+        for kept in (*([edit] for edit in sorted(near, key=self.size)), near):
+            if kept and self.is_enough(kept):
+                return self.least(kept)
+        edits = sorted(self.runs.program.edits, key=lambda edit: edit.name)
+        if len(edits) > MOST_EDITS:
+            return self.completed(edits) if self.is_enough(edits) else None
+        edits = [edit for edit in edits if self.completed([edit]) is not None]
+        without = {edit: self.error([other for other in edits if other is not edit]) for edit in edits}
+        return self.least(sorted(edits, key=lambda edit: without[edit], reverse=True)) or None
 
     def completed(self, edits: Sequence[Module]) -> tuple[Module, ...] | None:
         return self.runs.program.completed(edits, self.of_gradients)

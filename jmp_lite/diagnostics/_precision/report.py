@@ -118,8 +118,8 @@ class PrecisionReport(Shown):
             `modules` is empty.
         limits: the largest errors that are allowed: `limits.measure` says whether that of the `gradients` is
             compared or that of the `loss`, with `limits.tolerance`; a single gradient may have `limits.leaf`.
-        kept: the modules, lines with casts and arguments to keep in float32, none of which can be left out.
-            None, and the next fields empty, if all of them do not bring the error to the tolerance.
+        kept: the modules, lines with casts and arguments to keep in float32. None, and the next fields
+            empty, if all of them do not bring the error to the tolerance.
         rules: the `rules=` of `autocast` for those of them that autocast casts, with the rules that the
             function had before.
         change: what to write to keep them in float32: these rules, the casts to leave out, or the rules of a
@@ -197,8 +197,7 @@ class PrecisionReport(Shown):
                 "scopes, which no rule selects, were not tried."
             )
             return f"{none}: with all modules in float32 it is {self.rest}. {left}"
-        each = ", of which nothing can be left out" if len(self.kept) > 1 else ""
-        return f"To mend it: {self.change}{each}. Then the error is {self.with_rules}."
+        return f"To mend it: {self.change}. Then the error is {self.with_rules}."
 
     def marks(self) -> Iterator[tuple[str, str]]:
         """Yields the lines that make half values, each with its error or with what mends it."""

@@ -15,6 +15,7 @@ from .groups import error_of, groups_of, rows_of, updated, worst_leaf
 from .modules import Module
 from .report import Difference
 from .states import States
+from .written import Written, can_write, write
 
 _COSINE = 0.5
 """The cosine of a half gradient and that in float32 below which its direction is wrong."""
@@ -46,6 +47,7 @@ class Runs:
         self._loss_scales = case.program.loss_scales
         self._groups = groups_of(program, self._state)
         self._differences: dict[tuple[float, frozenset[Module]], Difference] = {}
+        self._case, self._written = case, dict[frozenset[Module], Written]()
         first = 0 if program.is_step else 1
         self.bad = self._nonfinite(self.full, first, program.outputs[first:])
         # An auxiliary result may hold a mask of -inf: those count that float32 has finite.
@@ -57,11 +59,29 @@ class Runs:
         """Returns the error with some modules in float32 and the others in half."""
         key = self.scale if scale is None else scale, frozenset(modules)
         if key not in self._differences:
-            outputs = self.program(self.program.groups - key[1], key[0])
+            outputs = self._outputs(*key)
             self._differences[key] = self._difference(outputs)
             if self.half_loss is None and not key[1] and not self.program.is_step:
                 self.half_loss = float(outputs[0])
         return self._differences[key]
+
+    def _outputs(self, scale: float, modules: frozenset[Module]) -> list[Array]:
+        if modules in self._written:
+            return self._written[modules](self.program.arrays(scale))[: self.program.floating]
+        return self.program(self.program.groups - modules, scale)
+
+    def write(self, modules: Iterable[Module]) -> None:
+        """Writes edits into the program if it can, and measures what results from now on."""
+        key = frozenset(modules)
+        if key in self._written or not can_write(self._case, key):
+            return
+        try:
+            self._written[key] = write(self._case, self.program, key)
+        except LookupError:  # A function that has one of the lines is not found.
+            return
+        except (TypeError, ValueError):  # JAX refuses a program that has two dtypes for one value.
+            self._written[key] = lambda _: self.program.unknown()
+        self._differences = {own: error for own, error in self._differences.items() if own[1] != key}
 
     @functools.cached_property
     def by_hand(self) -> Difference:
@@ -92,7 +112,7 @@ class Runs:
 
     @functools.cached_property
     def states(self) -> States:
-        return States(self.program, self._state, self._loss_scales)
+        return States(self.program, self._state, self._loss_scales, self._written)
 
     def in_bfloat16(self) -> Difference:
         return self._difference(self.program.in_bfloat16(self.scale))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -15,6 +15,7 @@ from .._values.trace import EVERY_CAST
 from .flags import FlaggedProgram
 from .modules import Module
 from .report import HARM
+from .written import Written
 
 _HALF = ("float16", "bfloat16")
 STEPS = 20
@@ -49,11 +50,18 @@ Trained: TypeAlias = tuple[dict[int, list[float]], list[Array]]
 class States:
     """The states of a step. `state` has for each result that is one the index of its argument.
 
-    A loss scale stays as it is given: one that grows makes float16 skip steps that float32 does not skip.
+    `written` has the steps with edits that are written into the program. A loss scale stays as it is given:
+    one that grows makes float16 skip steps that float32 does not skip.
     """
 
-    def __init__(self, program: FlaggedProgram, state: dict[int, int], loss_scales: Collection[str]) -> None:
-        self._program, self._start = program, program.arrays(1.0)
+    def __init__(
+        self,
+        program: FlaggedProgram,
+        state: dict[int, int],
+        loss_scales: Collection[str],
+        written: Mapping[frozenset[Module], Written],
+    ) -> None:
+        self._program, self._start, self._written = program, program.arrays(1.0), written
         self._state = {n: i for n, i in state.items() if program.argument(i)[0] not in loss_scales}
         # The loss of a loss function is compared where its gradients are.
         self._metrics = len(program.outputs) if program.is_step else 0
@@ -157,6 +165,8 @@ class States:
 
     def _run(self, kept: Collection[Module] | None) -> Trained:
         """Returns what a step computes with some modules in float32; None for everything in float32."""
+        if kept and (step := self._written.get(frozenset(kept))) is not None:
+            return self._repeat(step, self._start)
         half = None if kept is None else self._program.groups - frozenset(kept)
         wide = {module.name for module in kept or () if module.is_argument}
         # A state in half stays in half, whatever computes it, unless it is passed in float32.

@@ -116,9 +116,13 @@ def _name(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
 
 
+def start_of(call: ast.Call) -> list[ast.expr]:
+    """Returns that with which a loop starts, if a call runs one; a list of one expression or none."""
+    position = _CARRIED.get(_name(call))
+    return call.args[position:][:1] if position is not None else []
+
+
 def entering(call: ast.Call) -> list[ast.expr]:
     """Returns what branches take that a call runs, or what its loop starts from."""
-    name = _name(call)
-    if name in _CARRIED:
-        return call.args[_CARRIED[name] :][:1]
-    return call.args[_FIRST_ARGUMENT[name] :] if name in ("cond", "switch") else []
+    is_branch = _name(call) in ("cond", "switch")
+    return call.args[_FIRST_ARGUMENT[_name(call)] :] if is_branch else start_of(call)

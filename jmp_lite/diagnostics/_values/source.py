@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..._dtypes import HALF_DTYPES
+from ..._jaxpr import Span
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _DTYPE_AT = {
@@ -53,9 +54,9 @@ class Source:
         """Returns where an expression begins, as `file.py:12:4`."""
         return f"{self._file}:{node.lineno}:{node.col_offset}"
 
-    def span(self, node: Any) -> tuple[str, tuple[int, int], tuple[int, int]]:
+    def span(self, node: ast.AST) -> Span:
         """Returns the file of an expression, and where it begins and ends."""
-        return self._file, (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+        return span_of(self._file, node)
 
     def functions_around(self, node: ast.AST) -> list[Any]:
         """Returns the functions around an expression, inner first."""
@@ -102,10 +103,14 @@ class Source:
 
     def makes_half(self, call: ast.Call) -> bool:
         """Whether a call takes a half dtype, or a dtype that has another name here, such as `self.dtype`."""
+        return any(map(self.is_half_dtype, operands_of(call))) or bool(self.other_names(call))
+
+    def other_names(self, call: ast.Call) -> list[ast.expr]:
+        """Returns the dtypes of a call that have another name here, such as `self.dtype`."""
         at = _DTYPE_AT.get(ast.unparse(call.func).rpartition(".")[2])
         named = [keyword.value for keyword in call.keywords if keyword.arg == "dtype"]
         dtypes = [*(call.args[at : at + 1] if at is not None else ()), *named]
-        return any(map(self.is_half_dtype, operands_of(call))) or any(map(self._is_other_name, dtypes))
+        return list(filter(self._is_other_name, dtypes))
 
     def is_half_dtype(self, node: ast.expr) -> bool:
         dtype, last = self._dtype(node)
@@ -137,6 +142,10 @@ class Source:
         for part in name.split("."):
             value = getattr(value, part, None)
         return value
+
+
+def span_of(file: str, node: Any) -> Span:
+    return file, (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
 @functools.lru_cache(maxsize=16)

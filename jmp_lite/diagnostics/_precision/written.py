@@ -1,0 +1,77 @@
+"""The program with edits written into it: its source is changed, and its arguments are passed in float32."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from ..._autocast import run
+from ..._jaxpr import Array, has_objects
+from ..._paths import positional_names
+from .._values.case import Case
+from .._values.edited import are_known, edited, in_float32
+from .._values.reference import is_narrow
+from .._values.trace import EVERY_CAST, LossProgram
+from .flags import FlaggedProgram
+from .modules import Module, scopes_for
+
+Written: TypeAlias = Callable[[Sequence[Array]], list[Array]]
+"""A function of arrays such as `FlaggedProgram.arrays()` with the results of a program, in float32."""
+
+
+def can_write(case: Case, kept: Collection[Module]) -> bool:
+    """Whether the tool can write some edits: casts, starts of carries, arguments, and rules of autocast."""
+    args, kwargs = case.arguments
+    wide = {edit.name for edit in kept if edit.is_argument}
+    named = {**dict(zip(positional_names(case.call.fun), args)), **kwargs}
+    given = [tree for name, tree in named.items() if name in wide]
+    is_known = all(edit.casts or edit.is_argument or edit.pattern or edit.carries for edit in kept)
+    # JAX would copy a module of NNX, of which another argument may hold the same one.
+    return is_known and len(given) == len(wide) and not has_objects(given) and are_known(*_lines_of(kept))
+
+
+def write(case: Case, program: FlaggedProgram, kept: Collection[Module]) -> Written:
+    """Traces a case again with some edits, and returns its results as those of a flagged program."""
+    args, kwargs = case.arguments
+    wide = {edit.name for edit in kept if edit.is_argument}
+    names = positional_names(case.call.fun)
+    args = tuple(in_float32(arg) if name in wide else arg for name, arg in zip(names, args))
+    args += case.arguments[0][len(args) :]
+    kwargs = {name: in_float32(arg) if name in wide else arg for name, arg in kwargs.items()}
+    scopes = scopes_for([edit for edit in kept if edit.pattern], program.edits, program.dtype.name)
+    rules = dataclasses.replace(case.rules, scopes=(*scopes, *case.rules.scopes)) if scopes else case.rules
+    # A backward rule of the program runs while its gradient is traced. JAX may warn of an edit that is tried.
+    with warnings.catch_warnings(), edited([case.call.fun, args, kwargs], *_lines_of(kept)):
+        warnings.simplefilter("ignore")
+        other = dataclasses.replace(case, arguments=(args, kwargs))
+        written = other.program_of(functools.partial(run, *other.planned(rules)))
+    return _as(written, program)
+
+
+def _lines_of(kept: Collection[Module]) -> tuple[list[str], list[str]]:
+    """Returns the lines of the casts that some edits name, and those of loops whose carries they start."""
+    casts = (line for edit in kept for line in (*(edit.lines if edit.casts else ()), *edit.after))
+    return list(dict.fromkeys(casts)), list(dict.fromkeys(line for edit in kept for line in edit.carries))
+
+
+def _as(written: LossProgram, program: FlaggedProgram) -> Written:
+    """Returns a function of the arrays of a flagged program, which has constants of its own."""
+    numbers = {name: number for number, name in enumerate(written.names) if name}
+    # A Jaxpr is a ClosedJaxpr since JAX 0.11, and has an attribute `jaxpr` too.
+    closed = written.jaxpr if hasattr(written.jaxpr, "jaxpr") else ClosedJaxpr(written.jaxpr, ())
+
+    def results(arrays: Sequence[Array]) -> list[Array]:
+        own = list(written.arrays)
+        for number, array in enumerate(arrays):
+            name, _ = program.argument(number)
+            if name in numbers:
+                own[numbers[name]] = jnp.asarray(array, written.arrays[numbers[name]].dtype)
+        found = jaxpr_as_fun(closed)(*own)
+        return [result.astype(jnp.float32) if is_narrow(result) else result for result in found]
+
+    return jax.jit(results, compiler_options=EVERY_CAST)

@@ -1,0 +1,194 @@
+"""Runs the user's functions with float32 in place of half precision on some lines, as if the source said so.
+
+The source is compiled again with the edit, and the functions of the user have this code while a program is
+traced. So JAX decides which dtypes result, through whatever tuples, decorators and layers a value goes.
+"""
+
+import ast
+import contextlib
+import gc
+import linecache
+import sys
+import types
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jaxpr import Span, is_of_package
+from ..._tree import is_half
+from .callers import start_of
+from .source import expressions_at, operands_of, span_of
+
+_Key: TypeAlias = tuple[str, int, Any]
+"""What tells the functions of a file apart: name, first line, and where the first expression is."""
+_Code: TypeAlias = tuple[tuple[_Key, ...], types.CodeType]
+"""The keys of the functions and classes around a function and its own, and its code with some edits."""
+_CASTS = ("cast_to_compute", "cast_to_output", "cast_to_param", "cast_to_half")
+"""The casts of this library that take one tree."""
+_LEAVES = (types.ModuleType, types.CodeType, types.FrameType, jax.Array, np.ndarray, str, bytes, int, float)
+# JAX traces functions again that it has traced without the edit.
+_edit = jax.make_user_context(None)
+
+
+def are_known(lines: Collection[str], loops: Collection[str]) -> bool:
+    """Whether the source has a half dtype on each of some lines, and a loop on each of others.
+
+    A line is given as `file.py:12:4 (function)`.
+    """
+    return all(_dtypes_at(line) or _casts_of_ours_at(line) for line in lines) and all(map(_start_at, loops))
+
+
+@contextlib.contextmanager
+def edited(roots: Any, lines: Collection[str], loops: Collection[str]) -> Iterator[None]:
+    """Runs functions with float32 in place of the half dtypes of the calls that begin at some lines.
+
+    The carries of `loops` start in float32. The functions are those that `roots`, or a module, can reach.
+
+    Raises:
+        LookupError: one that has such a line is not found.
+    """
+    spans: dict[Span, Any] = {span: float32 for line in lines for span in _dtypes_at(line)}
+    spans |= {span: _uncast for line in lines for span in _casts_of_ours_at(line)}
+    spans |= {span: in_float32 for line in loops for span in _start_at(line)}
+    codes = {file: list(_codes_with(file, spans)) for file in {file for file, *_ in spans}}
+    new = {(file, chain[-1]): code for file, every in codes.items() for chain, code in every}
+    modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) in codes)
+    changed = list[tuple[types.FunctionType, types.CodeType]]()
+    try:
+        for function in _functions_in([roots, *map(vars, modules)]) if codes else ():
+            old = function.__code__
+            code = new.get((old.co_filename, _key(old)))
+            if code is not None and code.co_freevars == old.co_freevars:
+                changed.append((function, old))
+                function.__code__ = code
+        _check_found(codes, {(old.co_filename, _key(old)) for _, old in changed})
+        with _edit(object()):
+            yield
+    finally:
+        for function, old in changed:
+            function.__code__ = old
+
+
+def _check_found(codes: Mapping[str, list[_Code]], found: Collection[tuple[str, _Key]]) -> None:
+    """Raises an error if an edit is in no function that was found."""
+    for file, every in codes.items():
+        outer = {chain[:-1] for chain, _ in every}
+        for chain in (chain for chain, _ in every if chain not in outer):
+            # A function that another one makes when it is called has the code that this one has for it.
+            if not any((file, key) in found for key in chain):
+                raise LookupError(f"{chain[-1][0]} of {file} is not found.")
+
+
+def _functions_in(roots: list[Any]) -> Iterator[types.FunctionType]:
+    """Yields the functions that some objects can reach without going through a module."""
+    seen, todo = set[int](), [*roots, vars(sys.modules["__main__"])]
+    while todo:
+        each = todo.pop()
+        if id(each) in seen or isinstance(each, _LEAVES):
+            continue
+        seen.add(id(each))
+        if isinstance(each, types.FunctionType):
+            yield each
+            if is_of_package(each.__code__.co_filename):  # It may have a function of the user in its closure.
+                todo += [each.__closure__, each.__dict__, each.__defaults__]
+                continue
+        todo += gc.get_referents(each)
+        todo.append(getattr(each, "__wrapped__", None) if callable(each) else None)
+
+
+def _codes_with(file: str, spans: Mapping[Span, Any]) -> Iterator[_Code]:
+    """Yields the code of the functions of a file that some edits change, as `_changed` does."""
+    text = "".join(linecache.getlines(file))
+    tree = ast.fix_missing_locations(_Edited(file, spans).visit(ast.parse(text)))
+    old, new = (compile(each, file, "exec", dont_inherit=True) for each in (text, tree))
+    return _changed(old, new)
+
+
+def _changed(old: types.CodeType, new: types.CodeType, around: tuple[_Key, ...] = ()) -> Iterator[_Code]:
+    """Yields the functions inside of some code that differ in other code, with their code there."""
+    pairs = zip(_functions_of(old), _functions_of(new), strict=True)
+    for before, after in pairs:
+        if before != after:
+            keys = (*around, _key(before))
+            yield keys, after
+            yield from _changed(before, after, keys)
+
+
+def _functions_of(code: types.CodeType) -> list[types.CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def _key(code: types.CodeType) -> _Key:
+    # Two lambdas on one line have one name.
+    places = (place for place in code.co_positions() if place[2] is not None and place[0] is not None)
+    return code.co_qualname, code.co_firstlineno, max(places, default=None)
+
+
+def _dtypes_at(line: str) -> list[Span]:
+    """Returns the half dtypes of the calls that begin at a line."""
+    source, nodes = expressions_at(line)
+    if source is None:
+        return []
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    # The function may be the dtype, as in `jnp.float16(0)`.
+    known = [each for call in calls for each in (call.func, *operands_of(call)) if source.is_half_dtype(each)]
+    named = [each for call in calls for each in source.other_names(call)]
+    return list(map(source.span, known or named))
+
+
+def float32(_: Any) -> Any:
+    """Returns float32 in place of another dtype; edited functions call it."""
+    return jnp.float32
+
+
+def in_float32(tree: Any) -> Any:
+    """Returns a tree with its half values in float32."""
+
+    def cast(leaf):
+        return leaf.astype(jnp.float32) if is_half(leaf) else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def _uncast(tree: Any) -> Any:
+    """Returns what a cast of ours takes, in place of what it gives."""
+    return in_float32(tree)
+
+
+def _casts_of_ours_at(line: str) -> list[Span]:
+    """Returns the calls of `cast_to_compute` and the like on a line, such as `file.py:12 (function)`."""
+    file, _, row = line.partition(" ")[0].rpartition(":")
+    source, _ = expressions_at(f"{file}:{row}:0")
+    if source is None or not row.isdigit():
+        return []
+    nodes = (node for place, each in source.nodes.items() if place[0] == int(row) for node in each)
+    calls = [node for node in nodes if isinstance(node, ast.Call) and len(node.args) == 1]
+    casts = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in _CASTS]
+    return list(map(source.span, casts)) if len(casts) == 1 else []
+
+
+def _start_at(line: str) -> list[Span]:
+    """Returns that with which the loop at a line starts, if its call is known."""
+    source, nodes = expressions_at(line)
+    calls = (node for node in nodes if isinstance(node, ast.Call))
+    starts = [start for call in calls for start in start_of(call)]
+    return list(map(source.span, starts)) if source is not None and len(starts) == 1 else []
+
+
+class _Edited(ast.NodeTransformer):
+    """Puts other expressions in place of some."""
+
+    def __init__(self, file: str, spans: Mapping[Span, Any]) -> None:
+        self._file, self._spans = file, spans
+
+    def visit(self, node: ast.AST) -> Any:
+        node = self.generic_visit(node)
+        if isinstance(node, ast.expr) and (span := span_of(self._file, node)) in self._spans:
+            # The old expression stays, since a function keeps the names that it reads of those around it.
+            operand = node.args[0] if self._spans[span] is _uncast and isinstance(node, ast.Call) else node
+            made = f"__import__('importlib').import_module({__name__!r}).{self._spans[span].__name__}"
+            return ast.copy_location(ast.Call(ast.parse(made, mode="eval").body, [operand], []), node)
+        return node

@@ -1,0 +1,122 @@
+"""Functions run with float32 in place of half precision on some lines, and afterwards as they are."""
+
+import functools
+import linecache
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jmp_lite.diagnostics._values.edited import are_known, edited
+
+F16 = jnp.float16
+X = jnp.ones(3)
+
+
+def function(x):
+    return x.astype(F16)
+
+
+@jax.jit
+def jitted(x):
+    return jnp.asarray(x, F16)
+
+
+@functools.cache
+def closure(dtype):
+    name = jnp.float16
+    return lambda x: x.astype(name) + jnp.zeros(3, dtype)
+
+
+class Layer:
+    dtype = F16
+
+    def __call__(self, x, other=F16):
+        return x.astype(self.dtype) * x.astype(other)
+
+
+@jax.custom_vjp
+def custom(x):
+    return x * 1
+
+
+custom.defvjp(lambda x: (x, None), lambda _, g: (lax.convert_element_type(g, "float16") * jnp.ones(3),))
+
+
+def scanned(x):
+    return lax.scan(lambda c, u: (c, u.astype(F16)), jnp.zeros((), F16), x)
+
+
+FUNCTIONS = {
+    "x.astype(F16)": function,
+    "jnp.asarray(x, F16)": jitted,
+    "x.astype(name)": closure(F16),
+    "u.astype(F16)": lambda x: scanned(x)[1],
+    'x.astype("float16")': lambda x: (lambda x: x.astype("float16"))(x),
+    "jnp.float16(2)": lambda x: jnp.float16(2) * (x > 0),
+}
+
+
+def place(text):
+    """Returns the line of the first call with a text in this file."""
+    rows = enumerate(linecache.getlines(__file__), start=1)
+    row, line = next((row, line) for row, line in rows if text in line)
+    return f"{__file__}:{row}:{line.rindex(text)} (function)"
+
+
+def dtype_of(fun):
+    return jax.make_jaxpr(fun)(X).jaxpr.outvars[0].aval.dtype
+
+
+@pytest.mark.parametrize("text", FUNCTIONS)
+def test_a_function_runs_with_an_edit_and_then_without_it(text):
+    fun, line = FUNCTIONS[text], place(text)
+    before = dtype_of(fun)
+    assert are_known([line], [])
+    with edited([fun], [line], []):
+        assert dtype_of(fun) == jnp.float32
+    assert dtype_of(fun) == before == jnp.float16
+
+
+def test_an_edit_is_made_at_its_own_place_alone():
+    layer = Layer()
+    assert dtype_of(layer) == jnp.float16
+    with edited([layer], [place("x.astype(other)")], []):
+        assert dtype_of(layer) == jnp.float32
+        assert dtype_of(function) == jnp.float16
+
+
+def test_a_backward_rule_is_edited():
+    gradient = jax.grad(lambda x: jnp.sum(custom(x)))
+    line = place('lax.convert_element_type(g, "float16")')
+
+    def casts():
+        return "f16" in str(jax.make_jaxpr(gradient)(X))
+
+    assert casts()
+    with edited([gradient], [line], []):
+        assert not casts()
+    assert casts()
+
+
+def test_a_carry_starts_in_float32():
+    line = place("lax.scan(lambda c, u: (c, u.astype(F16))")
+    assert dtype_of(scanned) == jnp.float16
+    with edited([scanned], [], [line]):
+        assert dtype_of(scanned) == jnp.float32
+    assert dtype_of(scanned) == jnp.float16
+
+
+def test_a_function_that_is_not_found_is_an_error(monkeypatch):
+    monkeypatch.delitem(sys.modules, __name__)
+    with pytest.raises(LookupError, match="function of"), edited([], [place("x.astype(F16)")], []):
+        pass
+    assert dtype_of(function) == jnp.float16
+
+
+def test_a_line_without_a_half_dtype_is_not_known():
+    assert not are_known([place("return x * 1")], [])
+    assert not are_known([], [place("x.astype(F16)")])
+    assert not are_known(["<string>:1:2 (f)"], [])
