@@ -41,7 +41,7 @@ from ._precision.report import HARM, PrecisionReport
 from ._precision.runs import Runs
 from ._precision.states import ON
 from ._values.case import Case, tool
-from ._values.reference import has_loop
+from ._values.reference import has_loop, run_as_written
 from ._values.tap import LONG_LOOP
 from ._values.trace import ValueAndGrad
 
@@ -148,6 +148,8 @@ class Diagnosis(Shown):
             reasons[f"the rounding of {', '.join(map(shortened, names))}"] = (
                 "In half before the trace, so each error above takes it as exact."
             )
+        for operation in () if self._why_skipped else run_as_written(self._runs.program.jaxpr):
+            reasons[shortened(operation)] = "It runs in half in the comparison with float32 as well."
         if self._is_step and not self._why_skipped and not self._runs.states.ends_finite:
             reasons["what the step trains"] = f"It is not finite {ON} in float32 either."
         return {part: reason for part, reason in reasons.items() if reason}
@@ -270,12 +272,14 @@ def doctor(
 ) -> Callable[P, Diagnosis]:
     """Returns a function that runs all diagnostics on a loss function. `print` its result for one page.
 
-    The function is traced once. What the page needs runs in the call; the other parts of the result run when
-    they are first read, on the arguments that the result keeps until then. A float32 function is examined as
-    `autocast(fun, dtype)`; one with half matmuls of its own, such as a model under a policy, as it is, and so
-    is one with any half values, unless `dtype` is given. Parts that compare with float32 are skipped if the
-    loss or a gradient is not finite in float32 either. `roofline` takes the given program, or compiles the
-    loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS` is `cpu`.
+    The function is traced once, and once more for each remedy that edits its source or its arguments:
+    while it is traced, the functions that a remedy edits have the code with the edit. What the page needs
+    runs in the call; the other parts of the result run when they are first read, on the arguments that
+    the result keeps until then. A float32 function is examined as `autocast(fun, dtype)`; one with half
+    matmuls of its own, such as a model under a policy, as it is, and so is one with any half values,
+    unless `dtype` is given. Parts that compare with float32 are skipped if the loss or a gradient is not
+    finite in float32 either. `roofline` takes the given program, or compiles the loss and its gradients
+    for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS` is `cpu`.
 
     With `value_and_grad_fn=None` it examines a whole train step as it is, and compares its results, and what
     it trains, with those of the same step in float32. It also says if gradients are all zero, if the step

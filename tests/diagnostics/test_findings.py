@@ -117,6 +117,7 @@ def test_a_step_that_is_off_names_the_results_and_what_mends_them():
     head = Module("head.py:3:4", "", ("head.py:3:4",), casts="float16")
     program = types.SimpleNamespace(
         edits=[head],
+        unknown_casts=[],
         completed=lambda kept, of_gradients: tuple(kept),
         modules=(),
         operations=(),
@@ -131,7 +132,7 @@ def test_a_step_that_is_off_names_the_results_and_what_mends_them():
             by_hand=Difference(0.0, 0.0, 1.0),
             states=NO_STATES,
             program=program,
-            write=lambda kept: None,
+            write=lambda kept: False,
         )
 
     (found,) = of_step_in_float32(runs("params", HARM))

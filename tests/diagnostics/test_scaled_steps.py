@@ -61,6 +61,16 @@ def test_a_forgotten_value_and_grad_is_found_before_the_first_step():
     assert "the loss is scaled, so it may not depend on the parameters" in finding.advice
 
 
+def test_a_loss_scale_is_known_by_its_type_whatever_its_argument_is_called():
+    def step(params, own, x):
+        grads = jax.grad(jmp.autocast(loss, "float16"))(params, x)
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, own.unscale(grads)), own
+
+    for scale in (jmp.StaticLossScale(2.0**10), jmp.DynamicLossScale()):
+        (finding,) = faults(step, PARAMS, scale, X)
+        assert finding.what == "The step takes a loss scale, and does not scale the loss by it."
+
+
 def microbatches(params, opt_state, x):
     """The gradients of two halves of the batch, summed in a scan."""
     value_and_grad = scaled(jmp.autocast(loss, "float16"), opt_state)

@@ -67,6 +67,7 @@ class FlaggedProgram:
     def __init__(self, case: Case) -> None:
         self._case, self.rules = case, case.rules
         self.is_step = case.call.value_and_grad_fn is None
+        self.unknown_casts: list[Module] = []
         self.operations = case.operations(self.rules)
         modules, sources, in_half = self._groups(case.call.differentiated)
         self.modules, self._sources = tuple(modules), tuple(sources)
@@ -268,7 +269,7 @@ class FlaggedProgram:
         # sources are then found again.
         if layers := {n: parts[owner] for n, owner in zip(own, owners, strict=True) if parts[owner].layer}:
             found = sources_of(traced, self.is_step, numbers, layers)
-        self._found = found
+        self._found, self.unknown_casts = found, found.unknown
         every = sorted(frozenset[Module]().union(*found.sources), key=lambda source: source.name)
         sources = {source: {n for n in own if source in found.sources[n]} for source in every}
         with_carries = {source.name: source for source in every if source.layer}

@@ -24,7 +24,7 @@ from .._values.casts import Casts
 from .._values.conversions import constants_at
 from .._values.reference import is_narrow
 from .._values.sites import line_of
-from .._values.source import makes_half
+from .._values.source import half_at, makes_half
 from .modules import Module, is_of_library
 
 Sources: TypeAlias = frozenset[Module]
@@ -130,7 +130,7 @@ def of_cast(equation: Equation, line: str, is_fixed: bool, autocast: Module | No
 
 def number_in_half(line: str) -> Module:
     """Returns the edit of a line that makes a number in half."""
-    return Module(line, "", (line,), casts=UNKNOWN)
+    return Module(line, "", (line,), casts=half_at(line) or UNKNOWN)
 
 
 def edit_of(equation: Equation, left_out: Casts) -> Sources:

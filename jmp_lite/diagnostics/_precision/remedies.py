@@ -28,14 +28,16 @@ def few_edits(
     """
 
     search = _Search(runs, error, tolerance, of_gradients)
-    for kept in (search.few(near), search.completed(runs.program.edits)):
-        if kept:
-            # The gradients with respect to an argument in float32 are in float32.
-            has_arguments = any(edit.is_argument for edit in kept)
-            kept = [edit for edit in kept if not (has_arguments and edit.is_gradient)]
-            runs.write(kept)
-            if error(kept) <= tolerance:
-                return kept
+    found = [own for own in (search.few(near), search.completed(runs.program.edits)) if own]
+    unknown = runs.program.unknown_casts
+    for kept in (each for own in found for each in ([own, [*own, *unknown]] if unknown else [own])):
+        # The gradients with respect to an argument in float32 are in float32.
+        has_arguments = any(edit.is_argument for edit in kept)
+        kept = [edit for edit in kept if not (has_arguments and edit.is_gradient)]
+        # Edits that the tool cannot write may leave a value in half at a cast that it does not know.
+        is_sure = runs.write(kept) or {*kept}.issuperset(unknown) or all(edit.pattern for edit in kept)
+        if is_sure and error(kept) <= tolerance:
+            return kept
     return None
 
 

@@ -70,18 +70,19 @@ class Runs:
             return self._written[modules](self.program.arrays(scale))[: self.program.floating]
         return self.program(self.program.groups - modules, scale)
 
-    def write(self, modules: Iterable[Module]) -> None:
-        """Writes edits into the program if it can, and measures what results from now on."""
+    def write(self, modules: Iterable[Module]) -> bool:
+        """Writes edits into the program, and measures what results from now on; returns whether it can."""
         key = frozenset(modules)
         if key in self._written or not can_write(self._case, key):
-            return
+            return key in self._written
         try:
             self._written[key] = write(self._case, self.program, key)
         except LookupError:  # A function that has one of the lines is not found.
-            return
+            return False
         except (TypeError, ValueError):  # JAX refuses a program that has two dtypes for one value.
             self._written[key] = lambda _: self.program.unknown()
         self._differences = {own: error for own, error in self._differences.items() if own[1] != key}
+        return True
 
     @functools.cached_property
     def by_hand(self) -> Difference:

@@ -28,7 +28,7 @@ from ..._jaxpr import (
 )
 from ..._paths import visible_scope
 from .._values.casts import Casts, casts_of_operators
-from .._values.numbers import Numbers, written
+from .._values.numbers import Numbers, all_written
 from .._values.reference import is_narrow
 from .._values.rules import operations_of_rules
 from .._values.sites import line_of
@@ -98,6 +98,7 @@ def sources_of(
 
     def resolved(equation: Equation) -> Sources:
         is_half = any(map(is_narrow, equation.outvars)) or id(equation) in search.rounding
+        is_half |= search.compares_a_number(equation)
         if not (is_half or search.of_numbers(equation)):
             return frozenset()
         sources = joined(search.found[id(equation)])
@@ -106,15 +107,13 @@ def sources_of(
         own = own if own or NONE not in sources else every
         return frozenset(map(with_lines, own))
 
-    products = {
-        n: search.products[id(each)] for n, each in enumerate(operations) if id(each) in search.products
-    }
-    lines = search.expressions.unfollowed({source.name for source in every})
-    others = [*map(with_lines, search.others), *map(number_in_half, lines), *dict.fromkeys(products.values())]
+    products = {n: own for n, each in enumerate(operations) if (own := search.products.get(id(each)))}
+    others = [*dict.fromkeys(products.values()), *map(with_lines, search.others)]
     of_rules = operations_of_rules(traced.jaxpr)
     rules = {n for n, each in enumerate(operations) if id(each) in of_rules}
-    constraints = search.ties.with_casts(search.after, lines)
-    return Found(list(map(resolved, operations)), constraints, products, others, rules)
+    constraints = search.ties.with_casts(search.after)
+    unknown = list(map(number_in_half, search.expressions.unfollowed({source.name for source in every})))
+    return Found(list(map(resolved, operations)), constraints, products, others, rules, unknown)
 
 
 class _Search(Forward[Origin]):
@@ -184,7 +183,7 @@ class _Search(Forward[Origin]):
             if stage is not Stage.BACKWARD:
                 self._note_widened(equation, operands, left_out)
             sources = self._of_float32(equation, line, sources, left_out, stage)
-        sources = (self._layer_of(equation) if sources else None) or sources
+        sources = (self._layers.get(id(equation)) if sources else None) or sources
         lines = ("" if is_narrow(var) else line for var in equation.outvars)
         made, promoted = "", frozenset[str]()
         if is_half:
@@ -236,7 +235,7 @@ class _Search(Forward[Origin]):
             return _NO_CASTS
         casts = _NO_CASTS if is_of_library(line) else self._casts_of(equation, operands, line)
         # JAX promotes a number to the dtype of the other operand, except in a function that does not promote.
-        keeps = keeps_dtypes(equation) and not self._layer_of(equation)
+        keeps = keeps_dtypes(equation) and id(equation) not in self._layers
         left = dict[int, tuple[str, ...]]()
         for position, (var, operand) in enumerate(zip(equation.invars, operands)):
             own = casts.operands.get(position, ())
@@ -341,12 +340,11 @@ class _Search(Forward[Origin]):
             for key in self._keys(equation, self._line(equation)):
                 self._widened[key] |= left_out or joined(halves)
 
+    def compares_a_number(self, equation: Equation) -> bool:
+        """Whether an equation compares half values with a number that half rounds."""
+        return traits_of(equation.primitive.name).compares and bool(all_written(self._numbers, equation))
+
     def of_numbers(self, equation: Equation) -> Sources:
         """Returns the lines that convert the numbers of an equation to half."""
-        found = (written(self._numbers, equation, position) for position in range(len(equation.invars)))
-        lines = (number.line for number in found if number is not None and number.line)
-        return frozenset(map(number_in_half, lines))
-
-    def _layer_of(self, equation: Equation) -> Sources:
-        """Returns the layer that an equation belongs to; empty if it is not in one."""
-        return self._layers.get(id(equation), frozenset())
+        lines = (number.line for number in all_written(self._numbers, equation))
+        return frozenset(map(number_in_half, filter(None, lines)))

@@ -124,7 +124,8 @@ class States:
         index = self._state[number]
         (name, dtype), start = self._program.argument(index), self._start[index]
         in_half = dtype in _HALF
-        moved, stuck, far, lost, part, error = map(float, _compared(start, full, own, jnp.finfo(dtype).eps))
+        compared = _compared(start, full, own, jnp.finfo(dtype).eps)
+        moved, stuck, far, lost, part, whole, error = map(float, compared)
         share = stuck / moved if moved else 0.0
         # Of a state in float32, the elements that never move also have to matter: half precision makes
         # the smallest gradients zero, whose updates are a small part of the norm of all.
@@ -135,10 +136,10 @@ class States:
             worst = max(share, 1 - part) if math.isfinite(part) else math.inf
             yield Wrong(what, worst, name, in_half, share == 1)
         elif in_half and error > 1:
-            what = f"{name} in {dtype} ends {times(error)} as far from float32 as it moves there {ON}."
+            what = f"{name} in {dtype} ends {times(whole)} as far from float32 as it moves there {ON}."
             yield Wrong(what, error, name, in_half)
         elif error > _OFF and self._of_other_roundings[number] <= HARM:
-            what = f"{name} ends {times(error)} as far from float32 as it moves there {ON}."
+            what = f"{name} ends {times(whole)} as far from float32 as it moves there {ON}."
             yield Wrong(what, error, name, may_follow=True)
 
     @functools.cached_property
@@ -239,8 +240,8 @@ def _compared(start: Array, full: Array, half: Array, eps: float) -> tuple[Array
 
     Returns how many elements move in float32, how many of these never move in half, how many of these should
     by some units, their part of the norm of the movement, how far the state comes, as a part of how far it
-    comes in float32, and the error of the elements that move by some units, over their movement. Each is 0
-    for a state that is a rounding error, such as Kahan's compensation, or that moves by its last digits.
+    comes in float32, its error over its movement, and the same of the elements that move by some units. Each
+    is 0 for a state that is a rounding error, such as Kahan's compensation, or that moves by its last digits.
     """
     # A state may start as inf, such as the best loss so far, which has no distance from where it ends.
     is_finite = jnp.isfinite(start) & jnp.isfinite(full)
@@ -264,5 +265,6 @@ def _compared(start: Array, full: Array, half: Array, eps: float) -> tuple[Array
         return _norm(jnp.where(moved, x, 0))
 
     error = jnp.where(moved.any(), chosen(own - way) / jnp.maximum(chosen(way), 1e-30), 0)
-    parts = (_norm(each) / jnp.maximum(_norm(way), 1e-30) for each in (jnp.where(is_stuck, way, 0), own))
+    measured = jnp.where(is_stuck, way, 0), own, own - way
+    parts = (_norm(each) / jnp.maximum(_norm(way), 1e-30) for each in measured)
     return (*counts, *parts, error)

@@ -24,7 +24,6 @@ class Constraints(NamedTuple):
     ties: Sequence[Tie] = ()
     needs: Sequence[Tie] = ()  # Pairs: an edit of the first needs one of the second, for right gradients.
     rules: Sequence[Tie] = ()  # The same, also for a right loss: autocast casts what the first makes float32.
-    always: frozenset[str] = frozenset()  # What any edit needs: casts of values that are not known.
 
     def completed(
         self, edits: Collection[str], every: Mapping[str, Module], of_gradients: bool
@@ -48,7 +47,6 @@ class Constraints(NamedTuple):
             in_half = [names for names in tie if names.isdisjoint(edits)]
             if len(in_half) < len(tie):
                 yield from in_half
-        yield from (frozenset({edit}) for edit in self.always.difference(edits) if edits)
         for first, second in (*self.rules, *(self.needs if of_gradients else ())):
             if second.isdisjoint(edits) and not first.isdisjoint(edits):
                 yield second
@@ -62,6 +60,7 @@ class Found(NamedTuple):
     autocast: dict[int, Module]  # Of a half product that an autocast inside of the program runs, its scope.
     others: list[Module]  # Edits that no operation may have as a source.
     rules: set[int]  # Those of a backward rule that may cast to half by itself.
+    unknown: list[Module]  # Casts of values that are not known, which any edit may need.
 
 
 class Ties:
@@ -112,7 +111,7 @@ class Ties:
         if len(tie) > 1:
             self._found[tie] = None
 
-    def with_casts(self, after: Mapping[str, Collection[str]], always: Collection[str]) -> Constraints:
+    def with_casts(self, after: Mapping[str, Collection[str]]) -> Constraints:
         """Returns the ties. `after` maps the name of a source to the casts that its edit makes float32."""
 
         every = {name: all_after(after, name) for name in after}
@@ -123,7 +122,7 @@ class Ties:
         def all_widened(ties):
             return [tuple(map(widened, tie)) for tie in ties if all(tie)]
 
-        return Constraints(all_widened(self._found), all_widened(self._needs), always=frozenset(always))
+        return Constraints(all_widened(self._found), all_widened(self._needs))
 
 
 def all_after(after: Mapping[str, Collection[str]], name: str) -> tuple[str, ...]:

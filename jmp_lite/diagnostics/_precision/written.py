@@ -31,7 +31,9 @@ def can_write(case: Case, kept: Collection[Module]) -> bool:
     named = {**dict(zip(positional_names(case.call.fun), args)), **kwargs}
     given = [tree for name, tree in named.items() if name in wide]
     is_known = all(edit.casts or edit.is_argument or edit.pattern or edit.carries for edit in kept)
-    # JAX would copy a module of NNX, of which another argument may hold the same one.
+    # Of rules alone the runs say the same. JAX would copy a module of NNX, of which another argument may hold
+    # the same one.
+    is_known &= not all(edit.pattern for edit in kept)
     return is_known and len(given) == len(wide) and not has_objects(given) and are_known(*_lines_of(kept))
 
 

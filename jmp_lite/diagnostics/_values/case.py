@@ -1,7 +1,7 @@
 """The call that a diagnosis examines: its checked options, and one trace from which all programs are made.
 
-The user's Python runs once. The program as it runs, the same without autocast, and that with a flag for each
-module are made from the jaxpr of that run.
+The user's Python runs once, but for the edits of remedies (see `edited`). The program as it runs, the
+same without autocast, and that with a flag for each module are made from the jaxpr of that run.
 """
 
 import contextlib

@@ -84,6 +84,12 @@ def written(numbers: Numbers, equation: Equation, position: int) -> Written | No
     return numbers.get(key) if key else None
 
 
+def all_written(numbers: Numbers, equation: Equation) -> list[Written]:
+    """Returns all operands of an equation that are numbers which half rounds."""
+    found = (written(numbers, equation, position) for position in range(len(equation.invars)))
+    return [number for number in found if number is not None]
+
+
 def _key(equation: Equation, var: Var, position: int) -> Key | None:
     dtype: Any = getattr(var.aval, "dtype", None)
     is_known = is_literal(var) and (dtype in NARROW or (dtype == np.float32 and _fits_half(float(var.val))))
@@ -99,9 +105,9 @@ def _fits_half(value: float) -> bool:
 def _in_the_source(key: Key, equation: Equation, given: Mapping[str, float]) -> Written | None:
     """Returns the operand, in the expression that made an equation, that is rounded to a literal."""
     line, dtype, value, position = key
-    if traits_of(equation.primitive.name).compares:
-        return None
-    operands = [(node, place, _given(node, given) or known) for node, place, known in _operands_at(line)]
+    compares = traits_of(equation.primitive.name).compares
+    found = _operands_at(line, compares)
+    operands = [(node, place, _given(node, given) or known) for node, place, known in found]
     is_same = functools.partial(_is_rounded, value=value, dtype=dtype)
     # Of the numbers in the expression, those that half rounds to the literal of the jaxpr.
     same = [(place, each) for _, place, known in operands for each in filter(is_same, known)]
@@ -262,9 +268,13 @@ def _known(source: Source) -> _Known:
     return _Known(source)
 
 
-def _operands_at(line: str) -> list[tuple[ast.expr, int, list[Written]]]:
-    """Returns the operands of the expressions that begin at `file.py:12:4`: position and numbers of each."""
+def _operands_at(line: str, compares: bool) -> list[tuple[ast.expr, int, list[Written]]]:
+    """Returns the operands of the expressions that begin at `file.py:12:4`: position and numbers of each.
+
+    They are those of comparisons, or of all others.
+    """
     source, nodes = expressions_at(line)
+    nodes = [node for node in nodes if isinstance(node, ast.Compare) == compares]
     if source is None:
         return []
     numbers = _known(source).numbers

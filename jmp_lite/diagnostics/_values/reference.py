@@ -39,7 +39,7 @@ from ..._jaxpr import (
 )
 from .describe import INLINE
 from .numbers import Numbers, written
-from .sites import NARROW
+from .sites import NARROW, line_of
 from .tap import MOST_ITERATIONS
 
 Flags = frozenset[int]
@@ -49,6 +49,7 @@ _DIGITS = tuple(jnp.finfo(half).nmant for half in HALF_DTYPES)
 # These run once, in float32, on rounded operands: Tensor Cores and XLA's CPU backend also sum in float32.
 _PRODUCTS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 _CALLS: dict[str, Any] = {**CALLS, "while": functools.partial(while_loop, most=MOST_ITERATIONS)}
+_CASTS = ("convert_element_type", "reduce_precision", "bitcast_convert_type")
 _OF_BITS = "bitcast_convert_type"  # Its result depends on the bits of a number.
 
 
@@ -251,6 +252,18 @@ def has_value(jaxpr: Jaxpr, dtypes: Collection[Any] = NARROW) -> bool:
     """Whether an equation of a jaxpr makes a value of one of some dtypes: by default half or fp8."""
     made = (var for equation in all_equations(jaxpr) for var in equation.outvars)
     return any(getattr(var.aval, "dtype", None) in dtypes for var in made)
+
+
+def run_as_written(jaxpr: Jaxpr) -> list[str]:
+    """Returns the operations that take half values and have no rule here, each with its line.
+
+    They run in half in the reference as well.
+    """
+    known = {*PRIMITIVES, *_CALLS, *INLINE, *_CASTS}
+    halves = (each for each in all_equations(jaxpr) if any(map(is_narrow, each.invars)))
+    unknown = (each for each in halves if each.primitive.name not in known)
+    lines = ((each.primitive.name, line_of(each).partition(" ")[0]) for each in unknown)
+    return list(dict.fromkeys(f"{name} on {line}" if line else name for name, line in lines))
 
 
 def has_loop(jaxpr: Jaxpr) -> bool:

@@ -38,7 +38,7 @@ class Source:
 
     def _visit(self, node: ast.AST, around: list[ast.AST]) -> None:
         self.around[node] = around
-        if isinstance(node, (ast.BinOp, ast.Call, ast.AugAssign, ast.Subscript)):
+        if isinstance(node, (ast.BinOp, ast.Call, ast.Compare, ast.AugAssign, ast.Subscript)):
             self.nodes.setdefault((node.lineno, node.col_offset), []).append(node)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             self.functions[node.name].append(node)
@@ -113,8 +113,12 @@ class Source:
         return list(filter(self._is_other_name, dtypes))
 
     def is_half_dtype(self, node: ast.expr) -> bool:
+        return bool(self.half_name(node))
+
+    def half_name(self, node: ast.expr) -> str:
+        """Returns the name of a half dtype; empty for another expression."""
         dtype, last = self._dtype(node)
-        return dtype in HALF_DTYPES or last in ("float16", "bfloat16")
+        return dtype.name if dtype in HALF_DTYPES else last if last in ("float16", "bfloat16") else ""
 
     def _is_other_name(self, node: ast.expr) -> bool:
         """Whether a dtype has a name whose value is not known here, and is not that of another array."""
@@ -169,6 +173,16 @@ def names_half(line: str) -> bool:
     return source is not None and any(map(source.is_half_dtype, operands))
 
 
+def half_at(line: str) -> str:
+    """Returns the name of the half dtype that such a call takes; empty if it is not known."""
+    source, nodes = expressions_at(line)
+    dtypes = [
+        each for node in nodes if isinstance(node, ast.Call) for each in (node.func, *operands_of(node))
+    ]
+    names = {source.half_name(each) for each in dtypes} - {""} if source is not None else set[str]()
+    return names.pop() if len(names) == 1 else ""
+
+
 def expressions_at(line: str) -> tuple[Source | None, list[ast.AST]]:
     """Returns the source of a file, and the expressions that begin at `file.py:12:4 (function)`."""
     file, row, column = [*line.partition(" ")[0].split(":"), "", "0"][:3]
@@ -184,6 +198,8 @@ def operands_of(node: ast.AST) -> list[ast.expr]:
             return [left, right]
         case ast.Call(args=args, keywords=keywords):
             return [*args, *(keyword.value for keyword in keywords)]
+        case ast.Compare(left=left, comparators=[right]):
+            return [left, right]
         case ast.AugAssign(value=value):
             return [value]
     return []

@@ -20,7 +20,7 @@ from ..._jaxpr import Array, Jaxpr, bind, constants, dependence, without_constan
 from ..._jaxpr import trace as trace_call
 from ..._paths import argument_names, named_leaves, positional_names
 from ..._scaling.grad import value_and_grad
-from ..._scaling.loss_scale import StaticLossScale
+from ..._scaling.loss_scale import StaticLossScale, is_loss_scale
 from ..._tree import has_dtype, without_nnx_variables
 from .describe import Description, Value
 from .sites import Path, Site, SiteKind
@@ -78,6 +78,7 @@ class LossProgram:
     parameters: tuple[str, ...]  # The arguments that are differentiated, or that a step updates.
     is_step: bool
     aux: tuple[str, ...]  # The path of each floating auxiliary result; they follow the outputs.
+    loss_scales: tuple[str, ...]  # The paths of the loss scales that it takes: a step has its own.
     trees: Trees  # The arguments, and what a step returns or a loss function as its auxiliary results.
 
     @property
@@ -101,15 +102,6 @@ class LossProgram:
         """The outputs, with the path of the argument in place of that of its new value."""
         named = enumerate(self.outputs)
         return tuple(self.names[self.state[n]] if n in self.state else name for n, name in named)
-
-    @property
-    def loss_scales(self) -> list[str]:
-        """The paths of the loss scales that it takes: a step has its own, in the state of its optimizer."""
-
-        def is_own(name):
-            return f"/{name}".endswith("/loss_scale/loss_scale")
-
-        return list(filter(is_own, self.names)) if self.is_step else [_SCALE]
 
     def at_scale(self, scale: float) -> list[Array]:
         arrays = list(self.arrays)
@@ -143,8 +135,17 @@ def trace(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss
         parameters=call.differentiated,
         is_step=call.value_and_grad_fn is None,
         aux=recorded.aux,
+        loss_scales=_loss_scales(call, args, kwargs) if call.value_and_grad_fn is None else (_SCALE,),
         trees=Trees((args, kwargs), given, recorded.results, recorded.order),
     )
+
+
+def _loss_scales(call: LossCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the paths of the values of the loss scales among some arguments."""
+    tree = without_nnx_variables((args, kwargs))
+    names = argument_names(call.fun, *tree, is_leaf=is_loss_scale)
+    leaves = jax.tree.leaves(tree, is_leaf=is_loss_scale)
+    return tuple(f"{name}/loss_scale" for name, leaf in zip(names, leaves) if is_loss_scale(leaf))
 
 
 @dataclasses.dataclass

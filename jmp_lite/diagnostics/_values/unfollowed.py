@@ -66,18 +66,28 @@ def _function_at(span: Span) -> tuple[Source, Any] | None:
 def _conversions(
     source: Source, function: Any, others: Collection[Any]
 ) -> Iterator[tuple[_Conversion, bool]]:
-    """Yields the conversions of arrays in a function, and whether each is in a function inside of it.
+    """Yields the conversions of arrays in a function, and whether each is in another function.
 
-    Those inside of the `others` are left out.
+    That is one inside of it, or one that it calls, which makes no operation of its own. Those of the `others`
+    are left out.
     """
-    for call in _calls(function):
+    calls = list(_calls(function))
+    called = dict.fromkeys(each for call in calls for each in _called(source, call) if each not in others)
+    for call in (*calls, *(call for each in called for call in _calls(each))):
         inner = source.functions_around(call)
-        around = inner[: inner.index(function)]
+        around = inner[: inner.index(function)] if function in inner else inner
         cast = conversion(source, call)
         if cast is None or isinstance(cast.operand, ast.Constant) or not set(around).isdisjoint(others):
             continue
         is_half = any(map(source.is_half_dtype, operands_of(cast.call)))
         yield _Conversion(source.span(call), source.line(cast.call), is_half), bool(around)
+
+
+def _called(source: Source, call: ast.Call) -> Iterator[Any]:
+    """Yields the functions with the name of a called one that are defined where the call is, or around it."""
+    for function in source.functions.get(ast.unparse(call.func).rpartition(".")[2], ()):
+        if set(source.around[function]) <= set(source.around[call]):
+            yield function
 
 
 @functools.lru_cache(maxsize=1024)

@@ -105,7 +105,7 @@ def test_a_factor_that_half_rounds_to_one_has_its_line():
     w, x = jax.random.normal(jax.random.key(0), (8,)), jax.random.normal(jax.random.key(1), (4, 8)) * 0.1
     (fault,) = faults(step_of(BF16), w, x)
     line = place("keep = ", step_of)
-    assert fault.advice.startswith(f"To mend it: use float32 instead of half precision on line {line}")
+    assert fault.advice.startswith(f"To mend it: use float32 instead of bfloat16 on line {line}")
     assert faults(step_of(F32), w, x) == []
 
 
@@ -306,7 +306,7 @@ def test_a_decay_of_one_that_few_steps_do_not_show_is_named_beside_the_remedy():
 
     (fault,) = faults(step, jnp.ones(4), jnp.zeros(4), jnp.asarray(0.0))
     first, second = place("new = (1 - ", step), place("average = ", step)
-    assert fault.advice.startswith(f"To mend it: use float32 instead of half precision on line {first}")
+    assert fault.advice.startswith(f"To mend it: use float32 instead of bfloat16 on line {first}")
     assert f"The number 0.999 on {second}" in fault.advice
     assert fault.advice.endswith("is 1 in half precision.")
 

@@ -58,6 +58,9 @@ def power_of_a_base(x):
         (lambda x: x + jnp.float32(1e-9).astype(F16), [1e-9]),
         (lambda x: x + jnp.full((), 1e-9, F16), [1e-9]),
         (lambda x: x - np.asarray(-1e-9, np.float16), [-1e-9]),
+        (lambda x: jnp.where(x > 1e-9, x, 0.0), [1e-9]),
+        (lambda x: x * (x >= 0.999), [0.999]),
+        (lambda x: jnp.zeros_like(x) * (x > 1e-9), [1e-9]),  # The number of a comparison, and no other.
     ],
 )
 def test_a_number_that_is_rounded_is_found(fun, numbers):
@@ -67,13 +70,11 @@ def test_a_number_that_is_rounded_is_found(fun, numbers):
 @pytest.mark.parametrize(
     "fun",
     [
-        lambda x: jnp.where(x > 1e-9, x, 0.0),
         lambda x: jnp.maximum(x, 0.0) * 0.5,
         lambda x: x * 2 + 0.25,
         softmax_of_a_masked_row,
         lambda x: jnp.log(x * 2).astype(jnp.float32) * 1e-12,  # A factor of float32 values.
         lambda x: jax.nn.softmax(jnp.where(x > 0, x, -jnp.inf)),
-        lambda x: jnp.zeros_like(x) * (x > 1e-9),  # Zeros, on a line that has an epsilon as well.
     ],
 )
 def test_other_numbers_are_left(fun):

@@ -22,8 +22,8 @@ def double(x):
     return x * 2
 
 
-def twice(fun, x):
-    return fun(x.astype(F16)), fun(2 * half(x))
+def tree_map(tree):
+    return jax.tree.map(lambda leaf: leaf.astype(F16), tree)
 
 
 FOLLOWED = {
@@ -36,18 +36,18 @@ FOLLOWED = {
     "an_unknown_dtype": lambda x, dtype=F32: (half(x) * 2, (x.astype(dtype),)),
     "a_dict": lambda x: double({"x": double(half(x)).astype(F16)}["x"]),
     "a_reduction": lambda x: functools.reduce(lambda v, _: v.astype(F16) * 2, [0, 0], half(x)),
-    "a_function_that_never_ran": lambda x: [double(half(x)), None if x.ndim else twice(double, x)],
 }
 OTHERS = {
     "a_list": (lambda x: [half(x), [half(x) * 2][0].astype(F16)][1] * 1, "[half(x) * 2][0]"),
     "a_tree": (lambda x: jax.tree.map(lambda v: v.astype(F16), [double(half(x))])[0] * 2, "v.astype(F16)"),
+    "a_function_without_operations": (lambda x: tree_map([double(half(x))])[0] * 2, "leaf.astype"),
     "a_comprehension": (lambda x: double(*[v.astype(F16) for v in [double(half(x))]]), "v.astype"),
 }
 
 
 def texts_of(fun):
     found = sources_of(trace(fun, (X,), {}, with_names=True), False, {})
-    lines = (line.partition(" ")[0].rsplit(":", 2)[1:] for line in found.constraints.always)
+    lines = (line.partition(" ")[0].rsplit(":", 2)[1:] for edit in found.unknown for line in edit.lines)
     return [linecache.getline(__file__, int(row))[int(column) :] for row, column in lines]
 
 
@@ -57,7 +57,7 @@ def test_a_cast_whose_operand_is_known_is_followed(name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_cast_whose_operand_is_not_known_is_needed_by_every_edit(name):
+def test_a_cast_whose_operand_is_not_known_is_found(name):
     fun, expected = OTHERS[name]
     (text,) = texts_of(fun)
     assert text.startswith(expected)
