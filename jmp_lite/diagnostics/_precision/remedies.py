@@ -1,10 +1,11 @@
 """Which edits mend a program, and how a user writes them."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..._dtypes import DTypeName
+from .._values.source import makes_half
 from .fewest import fewest
 from .modules import Module, in_words, scopes_for
 from .runs import Runs
@@ -28,17 +29,36 @@ def few_edits(
     """
 
     search = _Search(runs, error, tolerance, of_gradients)
-    found = [own for own in (search.few(near), search.completed(runs.program.edits)) if own]
+    found = (search.few(near), search.completed(runs.program.edits))
     unknown = runs.program.unknown_casts
-    for kept in (each for own in found for each in ([own, [*own, *unknown]] if unknown else [own])):
-        # The gradients with respect to an argument in float32 are in float32.
-        has_arguments = any(edit.is_argument for edit in kept)
-        kept = [edit for edit in kept if not (has_arguments and edit.is_gradient)]
-        # Edits that the tool cannot write may leave a value in half at a cast that it does not know.
-        is_sure = runs.write(kept) or {*kept}.issuperset(unknown) or all(edit.pattern for edit in kept)
-        if is_sure and error(kept) <= tolerance:
+    for kept, must_be_written in (each for own in found if own for each in _candidates(own, unknown)):
+        is_known = runs.write(kept) or not must_be_written
+        if is_known and error(kept) <= tolerance:
             return kept
     return None
+
+
+def _candidates(edits: Sequence[Module], unknown: Sequence[Module]) -> Iterator[tuple[list[Module], bool]]:
+    """Yields sets of edits in the order in which they are tried, and whether the runs alone do not decide."""
+
+    def follows(edit):
+        return bool(edit.casts) and not all(map(makes_half, edit.lines))
+
+    # The gradients with respect to an argument in float32 are in float32.
+    has_arguments = any(edit.is_argument for edit in edits)
+    edits = [edit for edit in edits if not (has_arguments and edit.is_gradient)]
+    # A cast to the dtype of another value, such as `x.astype(y.dtype)`, may follow from the other edits, as
+    # from the start of a carry. A carry may follow from a cast, as `jnp.zeros_like(x)` does.
+    starts = [dataclasses.replace(edit, casts="", after=()) if follows(edit) else edit for edit in edits]
+    starts = [edit for edit in starts if edit.is_edit]
+    casts = [dataclasses.replace(edit, carries=()) if edit.casts else edit for edit in edits]
+    for own in (starts, casts):
+        if own and own != edits:
+            yield own, True
+    # A value may be left in half at a cast that is not known, but for rules of autocast.
+    yield edits, bool(unknown) and not all(edit.pattern for edit in edits)
+    if unknown:
+        yield [*edits, *unknown], False
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ..._jaxpr import Array
 from ..._scaling.loss_scale import DynamicLossScale
 from .._values.case import Case
+from .._values.edited import UnknownFunctionError
 from .flags import FlaggedProgram
 from .groups import error_of, groups_of, rows_of, updated, worst_leaf
 from .modules import Module
@@ -77,9 +78,9 @@ class Runs:
             return key in self._written
         try:
             self._written[key] = write(self._case, self.program, key)
-        except LookupError:  # A function that has one of the lines is not found.
+        except UnknownFunctionError:
             return False
-        except (TypeError, ValueError):  # JAX refuses a program that has two dtypes for one value.
+        except Exception:  # JAX refuses two dtypes for one value, and a function may check its dtypes.
             self._written[key] = lambda _: self.program.unknown()
         self._differences = {own: error for own, error in self._differences.items() if own[1] != key}
         return True

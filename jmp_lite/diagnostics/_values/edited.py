@@ -7,6 +7,7 @@ traced. So JAX decides which dtypes result, through whatever tuples, decorators 
 import ast
 import contextlib
 import gc
+import inspect
 import linecache
 import sys
 import types
@@ -33,6 +34,10 @@ _LEAVES = (types.ModuleType, types.CodeType, types.FrameType, jax.Array, np.ndar
 _edit = jax.make_user_context(None)
 
 
+class UnknownFunctionError(Exception):
+    """A function whose source an edit changes is not found among those that run."""
+
+
 def are_known(lines: Collection[str], loops: Collection[str]) -> bool:
     """Whether the source has a half dtype on each of some lines, and a loop on each of others.
 
@@ -48,13 +53,14 @@ def edited(roots: Any, lines: Collection[str], loops: Collection[str]) -> Iterat
     The carries of `loops` start in float32. The functions are those that `roots`, or a module, can reach.
 
     Raises:
-        LookupError: one that has such a line is not found.
+        UnknownFunctionError: one that has such a line is not found.
     """
     spans: dict[Span, Any] = {span: float32 for line in lines for span in _dtypes_at(line)}
     spans |= {span: _uncast for line in lines for span in _casts_of_ours_at(line)}
     spans |= {span: in_float32 for line in loops for span in _start_at(line)}
     codes = {file: list(_codes_with(file, spans)) for file in {file for file, *_ in spans}}
     new = {(file, chain[-1]): code for file, every in codes.items() for chain, code in every}
+    # A notebook, whose module has no file, is read through the functions that it calls.
     modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) in codes)
     changed = list[tuple[types.FunctionType, types.CodeType]]()
     try:
@@ -79,15 +85,15 @@ def _check_found(codes: Mapping[str, list[_Code]], found: Collection[tuple[str, 
         for chain in (chain for chain, _ in every if chain not in outer):
             # A function that another one makes when it is called has the code that this one has for it.
             if not any((file, key) in found for key in chain):
-                raise LookupError(f"{chain[-1][0]} of {file} is not found.")
+                raise UnknownFunctionError(f"{chain[-1][0]} of {file} is not found.")
 
 
 def _functions_in(roots: list[Any]) -> Iterator[types.FunctionType]:
     """Yields the functions that some objects can reach without going through a module."""
-    seen, todo = set[int](), [*roots, vars(sys.modules["__main__"])]
+    seen, todo = set[int](), list(roots)
     while todo:
         each = todo.pop()
-        if id(each) in seen or isinstance(each, _LEAVES):
+        if id(each) in seen or issubclass(type(each), _LEAVES):
             continue
         seen.add(id(each))
         if isinstance(each, types.FunctionType):
@@ -96,7 +102,8 @@ def _functions_in(roots: list[Any]) -> Iterator[types.FunctionType]:
                 todo += [each.__closure__, each.__dict__, each.__defaults__]
                 continue
         todo += gc.get_referents(each)
-        todo.append(getattr(each, "__wrapped__", None) if callable(each) else None)
+        # Without running the code of an object.
+        todo.append(inspect.getattr_static(each, "__wrapped__", None))
 
 
 def _codes_with(file: str, spans: Mapping[Span, Any]) -> Iterator[_Code]:

@@ -49,6 +49,17 @@ def test_a_cast_in_a_tree_is_part_of_the_remedy():
     assert len(trial.lines) == 2
 
 
+def test_an_edit_that_the_program_refuses_is_no_remedy():
+    def loss(x):
+        h = x.astype(F16)
+        if h.dtype != F16:
+            raise RuntimeError("It should be in half.")
+        return jnp.mean(jnp.square(h).astype(jnp.float32))
+
+    report = find_nonfinite(loss)(X * 10)
+    assert all(trial.dtype or not trial.helps for trial in report.tried)
+
+
 def test_a_state_that_the_step_rounds_again_is_not_mended_by_its_argument():
     tx = optax.scale_by_adam(mu_dtype=F16)
     fun = lambda w, x: 1e-6 * jnp.mean((x @ w) ** 2)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_lite.diagnostics._values.edited import are_known, edited
+from jmp_lite.diagnostics._values.edited import UnknownFunctionError, are_known, edited
 
 F16 = jnp.float16
 X = jnp.ones(3)
@@ -111,7 +111,7 @@ def test_a_carry_starts_in_float32():
 
 def test_a_function_that_is_not_found_is_an_error(monkeypatch):
     monkeypatch.delitem(sys.modules, __name__)
-    with pytest.raises(LookupError, match="function of"), edited([], [place("x.astype(F16)")], []):
+    with pytest.raises(UnknownFunctionError, match="function of"), edited([], [place("x.astype(F16)")], []):
         pass
     assert dtype_of(function) == jnp.float16
 
