@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..._dtypes import DTypeName
 from ..._text import Shown, aligned, dynamic_scale, power, shortened, wrapped
 
-_ORDER_OF_SUMS = 1e-5  # What a different order of float32 sums may change.
+ORDER_OF_SUMS = 1e-5  # What a different order of float32 sums may change.
 LEAF = 0.5
 """The error of a single gradient, over its own norm, from which it is wrong, however small its share is."""
 HARM = 0.1
@@ -228,7 +228,7 @@ class PrecisionReport(Shown):
         if self.rest is None:
             return "\n".join([*summary, *wrapped(f"{self.advice()} tolerance=0 measures each module.")])
         lines = [*summary, "", *aligned(self.rows())]
-        if max(self.rest.gradients, self.rest.loss) > _ORDER_OF_SUMS:
+        if max(self.rest.gradients, self.rest.loss) > ORDER_OF_SUMS:
             text = f"With all modules in float32 this is left, which no rule selects: {self.rest}."
             lines += ["", *wrapped(text)]
         return "\n".join([*lines, "", *advice])

@@ -105,7 +105,7 @@ def test_a_factor_that_half_rounds_to_one_has_its_line():
     w, x = jax.random.normal(jax.random.key(0), (8,)), jax.random.normal(jax.random.key(1), (4, 8)) * 0.1
     (fault,) = faults(step_of(BF16), w, x)
     line = place("keep = ", step_of)
-    assert fault.advice.startswith(f"To mend it: use float32 instead of bfloat16 on line {line}")
+    assert fault.advice.startswith(f"To mend it: use float32 instead of half precision on line {line}")
     assert faults(step_of(F32), w, x) == []
 
 
