@@ -206,6 +206,8 @@ class Diagnosis(Shown):
             return ""
         if self._runs.failure is not None:
             return f"XLA did not run it in float32: {str(self._runs.failure).partition(chr(10))[0]}"
+        if self._runs.is_finite_if_written:
+            return "It is finite in float32 only with the other random numbers that JAX draws there."
         results = "results of the step" if self._is_step else "loss or its gradients"
         return f"The {results} are not finite in float32."
 

@@ -275,7 +275,9 @@ def _with_advice(
         # A half scalar that is scaled and not finite is the cotangent of the loss itself.
         if is_scaled and not site.shape and site.is_half:
             facts = (HALF_LOSS.format(dtype=site.dtype.name), *facts)
-        is_finite = trials.runs.is_finite if trials.runs.failure is None else None
+        runs = trials.runs
+        is_known = runs.failure is None and (runs.is_finite or not runs.is_finite_if_written)
+        is_finite = runs.is_finite if is_known else None
         report = dataclasses.replace(report, tried=tried, is_finite_in_float32=is_finite, rounded=facts)
     if report.tried:
         return report

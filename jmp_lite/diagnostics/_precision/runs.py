@@ -73,6 +73,15 @@ class Runs:
             self._measured[key] = self._differences[key] if is_same else measured
         return self._measured.get(key, self._differences[key])
 
+    @functools.cached_property
+    def is_finite_if_written(self) -> bool:
+        """Whether the program is finite with all edits written: JAX draws other numbers in float32."""
+        edits = frozenset(edit for edit in self.program.edits if not edit.is_gradient)
+        if not self.write(edits):
+            return False
+        outputs = self._written[edits](self.program.arrays(1.0))[: len(self.program.outputs)]
+        return not self._nonfinite(outputs, 0, self.program.outputs)
+
     def write(self, modules: Iterable[Module]) -> bool:
         """Writes edits into the program, and measures what results from now on; returns whether it can."""
         key = frozenset(modules)

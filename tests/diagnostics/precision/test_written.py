@@ -60,6 +60,19 @@ def test_an_edit_that_the_program_refuses_is_no_remedy():
     assert all(trial.dtype or not trial.helps for trial in report.tried)
 
 
+def test_random_numbers_that_are_zero_in_half_alone_are_not_said_to_be_zero_in_float32():
+    def loss(x, key):
+        return jnp.mean(x * -jnp.log(jax.random.uniform(key, (4096,), F16)).astype(jnp.float32))
+
+    args = jnp.ones(4096), jax.random.key(0)
+    diagnosis = doctor(loss, device=None)(*args)
+    assert diagnosis.nonfinite.is_finite_in_float32 is None
+    assert "not finite either" not in str(diagnosis)
+    assert diagnosis.skipped["the values in half"].startswith("It is finite in float32 only with")
+    ordinary = find_nonfinite(lambda x, key: loss(x, key) / 0.0)(*args)
+    assert ordinary.is_finite_in_float32 is False
+
+
 def test_a_state_that_the_step_rounds_again_is_not_mended_by_its_argument():
     tx = optax.scale_by_adam(mu_dtype=F16)
     fun = lambda w, x: 1e-6 * jnp.mean((x @ w) ** 2)
