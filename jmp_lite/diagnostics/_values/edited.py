@@ -6,12 +6,13 @@ traced. So JAX decides which dtypes result, through whatever tuples, decorators 
 
 import ast
 import contextlib
+import functools
 import gc
 import inspect
 import linecache
 import sys
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -30,6 +31,9 @@ _Code: TypeAlias = tuple[tuple[_Key, ...], types.CodeType]
 _CASTS = ("cast_to_compute", "cast_to_output", "cast_to_param", "cast_to_half")
 """The casts of this library that take one tree."""
 _LEAVES = (types.ModuleType, types.CodeType, types.FrameType, jax.Array, np.ndarray, str, bytes, int, float)
+_CONTAINERS = (dict, list, tuple, set, frozenset, types.MappingProxyType, types.CellType, types.MethodType)
+_CONTAINERS += (functools.partial, staticmethod, classmethod, property)
+_GET = object.__getattribute__
 # JAX traces functions again that it has traced without the edit.
 _edit = jax.make_user_context(None)
 
@@ -64,7 +68,7 @@ def edited(roots: Any, lines: Collection[str], loops: Collection[str]) -> Iterat
     modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) in codes)
     changed = list[tuple[types.FunctionType, types.CodeType]]()
     try:
-        for function in _functions_in([roots, *map(vars, modules)]) if codes else ():
+        for function in _functions_in([roots, *map(vars, modules)], codes):
             old = function.__code__
             code = new.get((old.co_filename, _key(old)))
             if code is not None and code.co_freevars == old.co_freevars:
@@ -88,8 +92,8 @@ def _check_found(codes: Mapping[str, list[_Code]], found: Collection[tuple[str, 
                 raise UnknownFunctionError(f"{chain[-1][0]} of {file} is not found.")
 
 
-def _functions_in(roots: list[Any]) -> Iterator[types.FunctionType]:
-    """Yields the functions that some objects can reach without going through a module."""
+def _functions_in(roots: Sequence[Any], files: Collection[str]) -> Iterator[types.FunctionType]:
+    """Yields the functions that some objects hold, those of `files` with all that their modules hold."""
     seen, todo = set[int](), list(roots)
     while todo:
         each = todo.pop()
@@ -98,12 +102,21 @@ def _functions_in(roots: list[Any]) -> Iterator[types.FunctionType]:
         seen.add(id(each))
         if isinstance(each, types.FunctionType):
             yield each
-            if is_of_package(each.__code__.co_filename):  # It may have a function of the user in its closure.
-                todo += [each.__closure__, each.__dict__, each.__defaults__]
-                continue
-        todo += gc.get_referents(each)
-        # Without running the code of an object.
-        todo.append(inspect.getattr_static(each, "__wrapped__", None))
+            todo += [each.__closure__, each.__defaults__, each.__kwdefaults__, each.__dict__]
+            todo += [each.__globals__] if each.__code__.co_filename in files else []
+        elif isinstance(each, type):
+            # A class of a package, such as `flax.linen.Module`, has no function of the user.
+            todo += [] if is_of_package(_file_of(each)) else [*vars(each).values(), each.__bases__]
+        elif type(each) in _CONTAINERS:
+            todo += gc.get_referents(each)
+        else:  # Without running the code of an object.
+            todo += [inspect.getattr_static(each, "__wrapped__", None), type(each)]
+            todo += gc.get_referents(each) if not is_of_package(_file_of(type(each))) else []
+            todo.append(getattr(each, "__dict__", None) if type(each).__getattribute__ is _GET else None)
+
+
+def _file_of(kind: type) -> str:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
 def _codes_with(file: str, spans: Mapping[Span, Any]) -> Iterator[_Code]:
