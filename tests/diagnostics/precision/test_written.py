@@ -60,6 +60,7 @@ def test_an_edit_that_the_program_refuses_is_no_remedy():
     assert all(trial.dtype or not trial.helps for trial in report.tried)
 
 
+@pytest.mark.slow
 def test_random_numbers_that_are_zero_in_half_alone_are_not_said_to_be_zero_in_float32():
     def loss(x, key):
         return jnp.mean(x * -jnp.log(jax.random.uniform(key, (4096,), F16)).astype(jnp.float32))
