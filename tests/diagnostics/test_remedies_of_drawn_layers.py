@@ -276,7 +276,7 @@ def _dedented(text):
 # A number of the program may be beyond float16, which NumPy says while JAX traces it.
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
-@pytest.mark.cases(slow=7)
+@pytest.mark.cases(slow=4)
 @pytest.mark.parametrize("kind", ["layers", "calls", "names", "kept"])
 @pytest.mark.parametrize("seed", range(300))
 def test_each_remedy_for_layers_mends_the_program_that_it_is_written_into(seed, kind):

@@ -90,7 +90,7 @@ def wide(tree):
     return jax.tree.map(lambda leaf: leaf.astype(F32) if getattr(leaf, "dtype", None) == F16 else leaf, tree)
 
 
-@pytest.mark.cases(slow=12)
+@pytest.mark.cases(slow=6)
 @pytest.mark.parametrize("seed", range(300))
 def test_each_remedy_for_loops_mends_the_program_that_it_is_written_into(seed):
     program = Program(seed)

@@ -139,7 +139,7 @@ def _model(kind, name, layers, draw):
     return MODELS[kind].format(name=name, init=init, body="\n".join(f"        {line}" for line in body))
 
 
-@pytest.mark.cases(slow=12)
+@pytest.mark.cases(slow=6)
 @pytest.mark.parametrize("seed", range(300))
 def test_each_remedy_for_modules_mends_the_program(seed):
     program = Program(seed)
