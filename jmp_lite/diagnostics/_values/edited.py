@@ -24,10 +24,10 @@ from ..._tree import is_half
 from .callers import start_of
 from .source import expressions_at, operands_of, span_of
 
-_Key: TypeAlias = tuple[str, int, Any]
-"""What tells the functions of a file apart: name, first line, and where the first expression is."""
-_Code: TypeAlias = tuple[tuple[_Key, ...], types.CodeType]
-"""The keys of the functions and classes around a function and its own, and its code with some edits."""
+_Key: TypeAlias = tuple[str, str, int, Any]
+"""What tells functions apart: file, name, first line, and where the last expression is."""
+_ran = set[int]()
+"""The numbers of the edits that ran."""
 _CASTS = ("cast_to_compute", "cast_to_output", "cast_to_param", "cast_to_half")
 """The casts of this library that take one tree."""
 _LEAVES = (types.ModuleType, types.CodeType, types.FrameType, jax.Array, np.ndarray, str, bytes, int, float)
@@ -39,7 +39,7 @@ _edit = jax.make_user_context(None)
 
 
 class UnknownFunctionError(Exception):
-    """A function whose source an edit changes is not found among those that run."""
+    """A function whose source an edit changes is not found, or did not run."""
 
 
 def are_known(lines: Collection[str], loops: Collection[str]) -> bool:
@@ -57,39 +57,31 @@ def edited(roots: Any, lines: Collection[str], loops: Collection[str]) -> Iterat
     The carries of `loops` start in float32. The functions are those that `roots`, or a module, can reach.
 
     Raises:
-        UnknownFunctionError: one that has such a line is not found.
+        UnknownFunctionError: an edit did not run.
     """
-    spans: dict[Span, Any] = {span: float32 for line in lines for span in _dtypes_at(line)}
-    spans |= {span: _uncast for line in lines for span in _casts_of_ours_at(line)}
-    spans |= {span: in_float32 for line in loops for span in _start_at(line)}
-    codes = {file: list(_codes_with(file, spans)) for file in {file for file, *_ in spans}}
-    new = {(file, chain[-1]): code for file, every in codes.items() for chain, code in every}
+    edits: dict[Span, Any] = {span: float32 for line in lines for span in _dtypes_at(line)}
+    edits |= {span: without_cast for line in lines for span in _casts_of_ours_at(line)}
+    edits |= {span: in_float32 for line in loops for span in _start_at(line)}
+    codes = {key: code for file in {file for file, *_ in edits} for key, code in _codes_with(file, edits)}
+    files = {file for file, *_ in edits}
     # A notebook, whose module has no file, is read through the functions that it calls.
-    modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) in codes)
+    modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) in files)
     changed = list[tuple[types.FunctionType, types.CodeType]]()
+    _ran.clear()
     try:
-        for function in _functions_in([roots, *map(vars, modules)], codes):
+        for function in _functions_in([roots, *map(vars, modules)], files):
             old = function.__code__
-            code = new.get((old.co_filename, _key(old)))
+            code = codes.get(_key(old))
             if code is not None and code.co_freevars == old.co_freevars:
                 changed.append((function, old))
                 function.__code__ = code
-        _check_found(codes, {(old.co_filename, _key(old)) for _, old in changed})
         with _edit(object()):
             yield
+        if missing := set(range(len(edits))) - _ran:
+            raise UnknownFunctionError(f"{len(missing)} of {len(edits)} edits did not run.")
     finally:
         for function, old in changed:
             function.__code__ = old
-
-
-def _check_found(codes: Mapping[str, list[_Code]], found: Collection[tuple[str, _Key]]) -> None:
-    """Raises an error if an edit is in no function that was found."""
-    for file, every in codes.items():
-        outer = {chain[:-1] for chain, _ in every}
-        for chain in (chain for chain, _ in every if chain not in outer):
-            # A function that another one makes when it is called has the code that this one has for it.
-            if not any((file, key) in found for key in chain):
-                raise UnknownFunctionError(f"{chain[-1][0]} of {file} is not found.")
 
 
 def _functions_in(roots: Sequence[Any], files: Collection[str]) -> Iterator[types.FunctionType]:
@@ -107,7 +99,7 @@ def _functions_in(roots: Sequence[Any], files: Collection[str]) -> Iterator[type
         elif isinstance(each, type):
             # A class of a package, such as `flax.linen.Module`, has no function of the user.
             todo += [] if is_of_package(_file_of(each)) else [*vars(each).values(), each.__bases__]
-        elif type(each) in _CONTAINERS:
+        elif issubclass(type(each), _CONTAINERS):
             todo += gc.get_referents(each)
         else:  # Without running the code of an object.
             todo += [inspect.getattr_static(each, "__wrapped__", None), type(each)]
@@ -119,22 +111,20 @@ def _file_of(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
-def _codes_with(file: str, spans: Mapping[Span, Any]) -> Iterator[_Code]:
-    """Yields the code of the functions of a file that some edits change, as `_changed` does."""
+def _codes_with(file: str, edits: Mapping[Span, Any]) -> Iterator[tuple[_Key, types.CodeType]]:
+    """Yields the code of the functions of a file that some edits change."""
     text = "".join(linecache.getlines(file))
-    tree = ast.fix_missing_locations(_Edited(file, spans).visit(ast.parse(text)))
+    tree = ast.fix_missing_locations(_Edited(file, edits).visit(ast.parse(text)))
     old, new = (compile(each, file, "exec", dont_inherit=True) for each in (text, tree))
     return _changed(old, new)
 
 
-def _changed(old: types.CodeType, new: types.CodeType, around: tuple[_Key, ...] = ()) -> Iterator[_Code]:
+def _changed(old: types.CodeType, new: types.CodeType) -> Iterator[tuple[_Key, types.CodeType]]:
     """Yields the functions inside of some code that differ in other code, with their code there."""
-    pairs = zip(_functions_of(old), _functions_of(new), strict=True)
-    for before, after in pairs:
+    for before, after in zip(_functions_of(old), _functions_of(new), strict=True):
         if before != after:
-            keys = (*around, _key(before))
-            yield keys, after
-            yield from _changed(before, after, keys)
+            yield _key(before), after
+            yield from _changed(before, after)
 
 
 def _functions_of(code: types.CodeType) -> list[types.CodeType]:
@@ -144,7 +134,7 @@ def _functions_of(code: types.CodeType) -> list[types.CodeType]:
 def _key(code: types.CodeType) -> _Key:
     # Two lambdas on one line have one name.
     places = (place for place in code.co_positions() if place[2] is not None and place[0] is not None)
-    return code.co_qualname, code.co_firstlineno, max(places, default=None)
+    return code.co_filename, code.co_qualname, code.co_firstlineno, max(places, default=None)
 
 
 def _dtypes_at(line: str) -> list[Span]:
@@ -173,9 +163,15 @@ def in_float32(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _uncast(tree: Any) -> Any:
+def without_cast(tree: Any) -> Any:
     """Returns what a cast of ours takes, in place of what it gives."""
     return in_float32(tree)
+
+
+def ran(number: int, result: Any) -> Any:
+    """Notes that an edit ran, and returns its result; edited functions call it."""
+    _ran.add(number)
+    return result
 
 
 def _casts_of_ours_at(line: str) -> list[Span]:
@@ -201,14 +197,23 @@ def _start_at(line: str) -> list[Span]:
 class _Edited(ast.NodeTransformer):
     """Puts other expressions in place of some."""
 
-    def __init__(self, file: str, spans: Mapping[Span, Any]) -> None:
-        self._file, self._spans = file, spans
+    def __init__(self, file: str, edits: Mapping[Span, Any]) -> None:
+        self._file, self._edits, self._numbers = file, edits, list(edits)
 
     def visit(self, node: ast.AST) -> Any:
         node = self.generic_visit(node)
-        if isinstance(node, ast.expr) and (span := span_of(self._file, node)) in self._spans:
-            # The old expression stays, since a function keeps the names that it reads of those around it.
-            operand = node.args[0] if self._spans[span] is _uncast and isinstance(node, ast.Call) else node
-            made = f"__import__('importlib').import_module({__name__!r}).{self._spans[span].__name__}"
-            return ast.copy_location(ast.Call(ast.parse(made, mode="eval").body, [operand], []), node)
-        return node
+        if not isinstance(node, ast.expr) or (span := span_of(self._file, node)) not in self._edits:
+            return node
+        edit = self._edits[span]
+        # The old expression stays, since a function keeps the names that it reads of those around it.
+        operand = node.args[0] if edit is without_cast and isinstance(node, ast.Call) else node
+        call = ast.Call(_named(edit), [operand], [])
+        return ast.copy_location(
+            ast.Call(_named(ran), [ast.Constant(self._numbers.index(span)), call], []), node
+        )
+
+
+def _named(function: Any) -> ast.expr:
+    """Returns an expression for a function of this module that is valid in any other one."""
+    text = f"__import__('importlib').import_module({__name__!r}).{function.__name__}"
+    return ast.parse(text, mode="eval").body

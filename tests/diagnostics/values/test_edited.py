@@ -111,9 +111,21 @@ def test_a_carry_starts_in_float32():
 
 def test_a_function_that_is_not_found_is_an_error(monkeypatch):
     monkeypatch.delitem(sys.modules, __name__)
-    with pytest.raises(UnknownFunctionError, match="function of"), edited([], [place("x.astype(F16)")], []):
+    with (
+        pytest.raises(UnknownFunctionError, match="1 of 1 edits did not run"),
+        edited([], [place("x.astype(F16)")], []),
+    ):
         pass
     assert dtype_of(function) == jnp.float16
+
+
+def test_a_function_in_a_tuple_of_another_library_is_found():
+    class Transformed(tuple):
+        """Holds functions, as Haiku's does."""
+
+    line, held = place("x.astype(F16)"), Transformed([lambda x: (lambda x: function(x))(x)])
+    with edited([held], [line], []):
+        assert dtype_of(held[0]) == jnp.float32
 
 
 def test_a_line_without_a_half_dtype_is_not_known():
