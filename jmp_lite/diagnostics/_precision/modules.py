@@ -24,7 +24,7 @@ class Module:
     pattern: str  # Selects it in `rules=` of `autocast`; empty if the program itself casts.
     lines: tuple[str, ...] = ()  # Without a pattern, the user's first lines that make half values.
     policy: str = ""  # The path of a module that a rule of its policy selects.
-    layer: str = ""  # Otherwise, how to keep it in float32, in words.
+    layer: str = ""  # Otherwise, the path of a layer of a library, which has a `dtype`.
     casts: str = ""  # The half dtype to which its line casts; empty if it is not a line with a cast.
     is_argument: bool = False  # Whether it is an argument in half, and all that is computed from it in half.
     after: tuple[str, ...] = ()  # The lines that cast what comes from it to half again, which JAX left out.
@@ -132,7 +132,7 @@ def _own_module(
     path = "" if casts else _path_of_parameters(inside, paths)
     if path and has_policy:
         return Module(name, "", lines, policy=path)
-    return Module(name, "", lines, layer="" if lines or not path else f"dtype=jnp.float32 in {inside}")
+    return Module(name, "", lines, layer="" if lines or not path else inside)
 
 
 def _path_of_parameters(name: str, paths: Collection[str]) -> str:
@@ -155,7 +155,7 @@ def in_words(modules: Sequence[Module]) -> str:
     words += [f"policy.with_rules({{{policies}}})"] if policies else []
     rules = _rules_inside({f"{module.autocast}/" for module in modules if module.autocast})
     words += [f"rules={{{rules}}} in the autocast inside"] if rules else []
-    return "; ".join([*words, *(module.layer for module in modules if module.layer)])
+    return "; ".join([*words, *(f"dtype=jnp.float32 in {module.layer}" for module in modules if module.layer)])
 
 
 def _rules_inside(scopes: Collection[str]) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from ..._jaxpr import Array, has_objects
 from ..._paths import positional_names
 from .._values.case import Case
 from .._values.edited import are_known, edited, in_float32
+from .._values.layers import in_float32 as layers_in_float32
 from .._values.reference import is_narrow
 from .._values.trace import EVERY_CAST, LossProgram
 from .flags import FlaggedProgram
@@ -25,12 +26,10 @@ Written: TypeAlias = Callable[[Sequence[Array]], list[Array]]
 
 
 def can_write(case: Case, kept: Collection[Module]) -> bool:
-    """Whether the tool can write some edits: casts, starts of carries, arguments, and rules of autocast."""
-    args, kwargs = case.arguments
+    """Whether the tool can write some edits: casts, starts of carries, layers, arguments, rules of autocast."""
     wide = {edit.name for edit in kept if edit.is_argument}
-    named = {**dict(zip(positional_names(case.call.fun), args)), **kwargs}
-    given = [tree for name, tree in named.items() if name in wide]
-    is_known = all(edit.casts or edit.is_argument or edit.pattern or edit.carries for edit in kept)
+    given = [tree for name, tree in _named(case).items() if name in wide]
+    is_known = not any(edit.policy or edit.autocast or edit.is_gradient for edit in kept)
     # Of rules alone the runs say the same. JAX would copy a module of NNX, of which another argument may hold
     # the same one.
     is_known &= not all(edit.pattern for edit in kept)
@@ -47,12 +46,23 @@ def write(case: Case, program: FlaggedProgram, kept: Collection[Module]) -> Writ
     kwargs = {name: in_float32(arg) if name in wide else arg for name, arg in kwargs.items()}
     scopes = scopes_for([edit for edit in kept if edit.pattern], program.edits, program.dtype.name)
     rules = dataclasses.replace(case.rules, scopes=(*scopes, *case.rules.scopes)) if scopes else case.rules
+    layers = [edit.layer for edit in kept if edit.layer]
     # A backward rule of the program runs while its gradient is traced. JAX may warn of an edit that is tried.
-    with warnings.catch_warnings(), edited([case.call.fun, args, kwargs], *_lines_of(kept)):
+    with (
+        warnings.catch_warnings(),
+        edited([case.call.fun, args, kwargs], *_lines_of(kept)),
+        layers_in_float32(layers, _named(case)),
+    ):
         warnings.simplefilter("ignore")
         other = dataclasses.replace(case, arguments=(args, kwargs))
         written = other.program_of(functools.partial(run, *other.planned(rules)))
     return _as(written, program)
+
+
+def _named(case: Case) -> dict[str, Any]:
+    """Returns the arguments of a call by their names."""
+    args, kwargs = case.arguments
+    return {**dict(zip(positional_names(case.call.fun), args)), **kwargs}
 
 
 def _lines_of(kept: Collection[Module]) -> tuple[list[str], list[str]]:
