@@ -54,7 +54,7 @@ class Diagnosis(Shown):
     Examples:
         >>> diagnosis = doctor(lambda w: jnp.sum(jnp.log(w)), device=None)(jnp.zeros(2))
         >>> diagnosis.examined, diagnosis.nonfinite.cause.operation
-        ('autocast(fun, "float16") of your float32 program', 'log')
+        ('autocast(fun, "float16") of your program', 'log')
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Diagnosis(Shown):
             return "your function of autocast"
         if self._case.is_own:
             return "your program as it is, with its own half values"
-        return f'autocast(fun, "{self.operations.dtype}") of your float32 program'
+        return f'autocast(fun, "{self.operations.dtype}") of your program'
 
     @functools.cached_property
     def operations(self) -> AutocastReport:

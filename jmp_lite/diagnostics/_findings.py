@@ -215,11 +215,11 @@ def _advice(runs: Runs, worst: Wrong, kept: Sequence[Module]) -> Iterator[str]:
     if kept:
         yield f"To mend it: {words_for(runs, kept)}. Then it trains as in float32 {ON}."
         yield from runs.program.rounded_to_one({line for edit in kept for line in edit.lines})
-    if worst.in_half and is_parameter:
-        yield f"{'Or round' if kept else 'Round'} it with {MEMORY}."
-    elif worst.in_half and not kept:
+    if worst.in_half and not kept:
         yield "Keep it in float32."
-    elif (is_parameter or not kept) and _may_be_unscaled(runs, worst, kept):
+    if worst.in_half and is_parameter:  # Or a mean or counter beside the parameters, in the same argument.
+        yield f"Or, if an optax optimizer updates it, round it with {MEMORY}."
+    if not worst.in_half and (is_parameter or not kept) and _may_be_unscaled(runs, worst, kept):
         yield _UNSCALED
 
 

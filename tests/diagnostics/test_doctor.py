@@ -119,7 +119,7 @@ def test_the_findings_are_those_of_the_parts_worst_first():
     assert "rules={'/head': 'float32'}: fixes it" in first.advice
     text = str(diagnosis)
     assert all(each.advice in text for each in diagnosis.findings)
-    assert text.startswith('Examined: autocast(fun, "float16") of your float32 program.')
+    assert text.startswith('Examined: autocast(fun, "float16") of your program.')
     assert diagnosis.precision.rules == {"/head": "float32"}
 
 
@@ -164,7 +164,7 @@ def test_the_program_that_the_user_runs_is_the_one_that_is_examined():
     assert [each.severity for each in own.findings if each.severity != "speed"] == []
     assert own.precision.dtype == "bfloat16"
     given = doctor(loss, "float16", device=None)(params, X)
-    assert given.examined == 'autocast(fun, "float16") of your float32 program'
+    assert given.examined == 'autocast(fun, "float16") of your program'
     assert given.findings[0].severity == "not finite"
 
 

@@ -66,6 +66,18 @@ def test_statistics_of_the_users_own_get_no_advice_about_optimizers():
     assert "Not examined" not in str(diagnosis)  # The finding is about its rounding.
 
 
+@pytest.mark.slow
+def test_a_mean_among_the_parameters_is_not_said_to_have_an_optimizer():
+    def step(params, x):
+        mean = 0.999 * params["mean"] + 0.001 * jnp.mean(x * params["w"], 0)
+        return {"w": params["w"], "mean": mean.astype(BF16)}
+
+    x = 2 + jax.random.normal(jax.random.key(0), (8, 4))
+    (fault,) = faults(step, {"w": jnp.ones(4), "mean": jnp.ones(4, BF16)}, x)
+    assert "The update is lost in bfloat16" in fault.what
+    assert "Or, if an optax optimizer updates it, round it with jmp.with_stochastic_rounding" in fault.advice
+
+
 def place(text, fun):
     """The file and the line of a text in the source of a function."""
     lines, first = inspect.getsourcelines(fun)
