@@ -34,11 +34,9 @@ from .inner import Inner as Inner
 from .inner import Role as Role
 from .inner import inner_jaxprs as inner_jaxprs
 from .inner import with_inner_jaxprs as with_inner_jaxprs
-from .lines import Place as Place
 from .lines import Span as Span
 from .lines import calling_line as calling_line
 from .lines import casting_line as casting_line
-from .lines import is_of_lax as is_of_lax
 from .lines import is_of_package as is_of_package
 from .lines import source_line as source_line
 from .lines import users_places as users_places

@@ -6,7 +6,7 @@ import itertools
 import os
 import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax.extend import source_info_util
@@ -65,51 +65,20 @@ Span: TypeAlias = tuple[str, tuple[int, int], tuple[int, int]]
 """A file, and where an expression in it begins and ends: each is a line and a column."""
 
 
-class Place(NamedTuple):
-    """An expression of the user's program that Python ran."""
-
-    file: str
-    start: tuple[int, int]  # Line and column.
-    end: tuple[int, int]
-    function: str  # The qualified name of the function around it.
-    is_direct: bool = False  # Whether it called the function of the place before, and no package did.
-
-    @property
-    def span(self) -> Span:
-        return self.file, self.start, self.end
-
-    def is_at(self, node: Any) -> bool:
-        """Whether a node of the `ast` of its file is this expression."""
-        end = node.end_lineno, node.end_col_offset
-        return (self.start, self.end) == ((node.lineno, node.col_offset), end)
-
-
-def users_places(equation: Equation) -> Iterator[Place]:
+def users_places(equation: Equation) -> Iterator[Span]:
     """Yields the expression of the user that made an equation, and then the calls around it, inner first."""
-    is_direct = False
     for code, instruction in zip(*equation.source_info.traceback.raw_frames()):
-        is_of_user = not is_of_package(code.co_filename)
-        if is_of_user:
+        if not is_of_package(code.co_filename):
             # Code of the same text in two files is equal.
-            yield _place(code, code.co_filename, instruction, is_direct)
-        is_direct = is_of_user
+            yield _place(code, code.co_filename, instruction)
 
 
 @functools.lru_cache(maxsize=4096)
-def _place(code: types.CodeType, file: str, instruction: int, is_direct: bool) -> Place:
+def _place(code: types.CodeType, file: str, instruction: int) -> Span:
     # Two bytes are one instruction.
     positions = next(itertools.islice(code.co_positions(), instruction // 2, None))
     row, end_row, column, end_column = (position or 0 for position in positions)
-    return Place(file, (row, column), (end_row, end_column), code.co_qualname, is_direct)
-
-
-def is_of_lax(equation: Equation) -> bool:
-    """Whether the program, or a package, called a function of `jax.lax` that made an equation."""
-    files = (frame.file_name for frame in equation.source_info.traceback.frames)
-    inner = itertools.takewhile(lambda file: file.startswith(_JAX), files)
-    # A wrapper that shortens tracebacks is around each function.
-    called = [file for file in inner if not file.endswith("traceback_util.py")]
-    return bool(called) and called[-1].startswith(os.path.join(_JAX, "_src", "lax", ""))
+    return file, (row, column), (end_row, end_column)
 
 
 def users_stacklevel() -> int:

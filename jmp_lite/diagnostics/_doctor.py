@@ -185,7 +185,7 @@ class Diagnosis(Shown):
         runs, off = self._runs, precision.half.gradients
         what = f"The loss is {runs.half_loss:.3g}, and {runs.loss:.3g} in float32"
         what += f"; its gradients are {off:.1%} off."
-        kept = few_edits(runs, lambda kept: runs.keeping(kept).loss, HARM, of_gradients=False)
+        kept = few_edits(runs, lambda kept: runs.keeping(kept).loss, HARM)
         if not kept:
             return what
         return (
@@ -274,14 +274,14 @@ def doctor(
 ) -> Callable[P, Diagnosis]:
     """Returns a function that runs all diagnostics on a loss function. `print` its result for one page.
 
-    The function is traced once, and once more for each remedy that edits its source or its arguments:
-    while it is traced, the functions that a remedy edits have the code with the edit. What the page needs
-    runs in the call; the other parts of the result run when they are first read, on the arguments that
-    the result keeps until then. A float32 function is examined as `autocast(fun, dtype)`; one with half
-    matmuls of its own, such as a model under a policy, as it is, and so is one with any half values,
-    unless `dtype` is given. Parts that compare with float32 are skipped if the loss or a gradient is not
-    finite in float32 either. `roofline` takes the given program, or compiles the loss and its gradients
-    for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS` is `cpu`.
+    The function is traced once, and once more for each set of edits of its source or its arguments that is
+    tried as a remedy, which are few or some dozens. While it is traced, the functions that are edited have
+    the code with the edit. What the page needs runs in the call; the other parts of the result run when they
+    are first read, on the arguments that the result keeps until then. A float32 function is examined as
+    `autocast(fun, dtype)`; one with half matmuls of its own, such as a model under a policy, as it is, and so
+    is one with any half values, unless `dtype` is given. Parts that compare with float32 are skipped if the
+    loss or a gradient is not finite in float32 either. `roofline` takes the given program, or compiles the
+    loss and its gradients for an H100 if the extra `[h100]` is installed and `JAX_PLATFORMS` is `cpu`.
 
     With `value_and_grad_fn=None` it examines a whole train step as it is, and compares its results, and what
     it trains, with those of the same step in float32. It also says if gradients are all zero, if the step

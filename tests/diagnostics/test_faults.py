@@ -181,7 +181,10 @@ def test_a_count_that_a_loop_carries():
         count(jnp.ones(6000), F16, F32)
     assert count(jnp.ones(6000), F32, F16) == 6000  # The remedy.
     advice = fault_of(lambda xs: count(xs), jnp.ones(6000), value_and_grad_fn=None).advice
-    assert re.search(rf"float32 instead of half precision on line \S*{line(count, 'The loop')}:29\.", advice)
+    assert re.match(
+        rf"To mend it: start the carry in float32 for the loop on line \S*{line(count, 'The loop')}:15\.",
+        advice,
+    )
 
 
 def test_a_decay_that_is_one_in_bfloat16():

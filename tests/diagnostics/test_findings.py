@@ -117,8 +117,7 @@ def test_a_step_that_is_off_names_the_results_and_what_mends_them():
     head = Module("head.py:3:4", "", ("head.py:3:4",), casts="float16")
     program = types.SimpleNamespace(
         edits=[head],
-        unknown_casts=[],
-        completed=lambda kept, of_gradients: tuple(kept),
+        completed=tuple,
         modules=(),
         operations=(),
         rules=make_rules("float16"),
@@ -133,6 +132,7 @@ def test_a_step_that_is_off_names_the_results_and_what_mends_them():
             states=NO_STATES,
             program=program,
             write=lambda kept: False,
+            silent=[],
         )
 
     (found,) = of_step_in_float32(runs("params", HARM))

@@ -185,15 +185,20 @@ class Trials:
             if trial.helps:  # The scale is the smallest edit, so nothing else is run.
                 return
         near = self.runs.program.groups_on(origin.site.line)
-        # There are no edits in a backward rule of the user, whose casts have no flags.
-        of_gradients = origin.direction != "forward"
-        program = self.runs.program
-        kept = few_edits(self.runs, self._error, HARM, near, of_gradients)
-        # Where a rule of a derivative may follow an edit or not, it is not known that all edits do not help.
-        if kept := kept or (None if program.has_rules else program.completed(program.edits, of_gradients)):
+        if kept := few_edits(self.runs, self._error, HARM, near) or self._every():
             yield self._in_float32(kept)
         if self.runs.program.has_float16:
             yield self._trial("bfloat16 in place of float16", self.runs.in_bfloat16(), dtype="bfloat16")
+
+    def _every(self) -> Sequence[Module] | None:
+        """Returns all edits, if it is known that they do not help."""
+        program = self.runs.program
+        edits = program.completed(program.edits)
+        # Where a rule of a derivative may follow an edit or not, it is not known.
+        if not edits or program.has_rules:
+            return None
+        every = (*edits, *self.runs.silent)
+        return every if self.runs.write(every) or all(edit.pattern for edit in edits) else None
 
     def judged(self, origins: Sequence[Origin]) -> list[Origin]:
         """Returns origins; if none is harmful yet, the suspects that make the finite result wrong now are."""
@@ -230,8 +235,7 @@ class Trials:
         return [dataclasses.replace(origin, is_harmful=is_harmful(origin)) for origin in origins]
 
     def _in_float32(self, kept: Sequence[Module]) -> Trial:
-        groups = ((*(group.lines if group.casts else ()), *group.after) for group in kept)
-        lines = dict.fromkeys(line for own in groups for line in own)
+        lines = dict.fromkeys(line for group in kept if group.casts for line in group.lines)
         arguments = tuple(group.name for group in kept if group.is_argument)
         how = {"rules": rules_for(self.runs, kept), "lines": tuple(lines), "arguments": arguments}
         error, scale = self._run(kept)

@@ -49,8 +49,8 @@ from .modules import (
     renamed,
     scopes_for,
 )
+from .needs import completed, rules_needed
 from .sources import sources_of
-from .ties import rules_needed
 
 _Members: TypeAlias = dict[Module, set[int]]
 """Modules or sources, each with the indexes of its operations."""
@@ -67,7 +67,6 @@ class FlaggedProgram:
     def __init__(self, case: Case) -> None:
         self._case, self.rules = case, case.rules
         self.is_step = case.call.value_and_grad_fn is None
-        self.unknown_casts: list[Module] = []
         self.operations = case.operations(self.rules)
         modules, sources, in_half = self._groups(case.call.differentiated)
         self.modules, self._sources = tuple(modules), tuple(sources)
@@ -168,10 +167,10 @@ class FlaggedProgram:
         states = dict.fromkeys(name.split("/")[0] for name in halves)
         return (*groups, *(Module(name, "", is_argument=True) for name in states if name not in found))
 
-    def completed(self, kept: Iterable[Module], of_gradients: bool) -> tuple[Module, ...] | None:
-        """Returns edits with those that they need, for right gradients as well; None if there are none."""
+    def completed(self, kept: Iterable[Module]) -> tuple[Module, ...] | None:
+        """Returns edits with the rules of autocast that they need; None if there are none."""
         keyed = {edit.key: edit for edit in self.edits}
-        keys = self._constraints.completed({edit.key for edit in kept}, keyed, of_gradients)
+        keys = completed(self._needs, {edit.key for edit in kept}, keyed)
         return None if keys is None else tuple(edit for key, edit in keyed.items() if key in keys)
 
     def groups_on(self, line: str, only_edits: bool = True) -> list[Module]:
@@ -249,11 +248,11 @@ class FlaggedProgram:
         modules = {module: kept & by_autocast for module, kept in zip(cast, self._kept_by_rules(cast))}
         own = dict(zip(renamed([*own], cast), own.values()))
         rules = dict(zip(products, selected)) | self._found.autocast
-        needs = list(dict.fromkeys(rules_needed(own | sources, rules, cast)))
-        self._constraints = self._found.constraints._replace(rules=needs)
+        self._needs = list(dict.fromkeys(rules_needed(own | sources, rules, cast)))
         sources |= {module: members for module, members in modules.items() if not members}
         known = {source.key for source in sources}
-        sources |= {edit: set[int]() for edit in self._found.others if edit.key not in known}
+        inside = dict.fromkeys(self._found.autocast.values())
+        sources |= {edit: set[int]() for edit in inside if edit.key not in known}
         modules = {module: members for module, members in modules.items() if members} | own
         return modules, sources, of_program | by_autocast
 
@@ -269,7 +268,7 @@ class FlaggedProgram:
         # sources are then found again.
         if layers := {n: parts[owner] for n, owner in zip(own, owners, strict=True) if parts[owner].layer}:
             found = sources_of(traced, self.is_step, numbers, layers)
-        self._found, self.unknown_casts = found, found.unknown
+        self._found = found
         every = sorted(frozenset[Module]().union(*found.sources), key=lambda source: source.name)
         sources = {source: {n for n in own if source in found.sources[n]} for source in every}
         with_carries = {source.name: source for source in every if source.layer}

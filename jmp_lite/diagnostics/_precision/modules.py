@@ -27,7 +27,6 @@ class Module:
     layer: str = ""  # Otherwise, the path of a layer of a library, which has a `dtype`.
     casts: str = ""  # The half dtype to which its line casts; empty if it is not a line with a cast.
     is_argument: bool = False  # Whether it is an argument in half, and all that is computed from it in half.
-    after: tuple[str, ...] = ()  # The lines that cast what comes from it to half again, which JAX left out.
     carries: tuple[str, ...] = ()  # The lines of the loops whose half carries come from it.
     autocast: str = ""  # The scope, which a rule of an autocast inside of the function selects.
     is_gradient: bool = False  # Whether the edit casts the half gradients that its line computes with.
@@ -155,7 +154,8 @@ def in_words(modules: Sequence[Module]) -> str:
     words += [f"policy.with_rules({{{policies}}})"] if policies else []
     rules = _rules_inside({f"{module.autocast}/" for module in modules if module.autocast})
     words += [f"rules={{{rules}}} in the autocast inside"] if rules else []
-    return "; ".join([*words, *(f"dtype=jnp.float32 in {module.layer}" for module in modules if module.layer)])
+    layers = (f"dtype=jnp.float32 in {module.layer}" for module in modules if module.layer)
+    return "; ".join([*words, *layers])
 
 
 def _rules_inside(scopes: Collection[str]) -> str:
@@ -167,9 +167,6 @@ def _rules_inside(scopes: Collection[str]) -> str:
 
 def _casts_in_words(modules: Sequence[Module]) -> list[str]:
     named = {_place(line): module.casts for module in modules if module.casts for line in module.lines}
-    for module in modules:
-        for line in module.after:
-            named.setdefault(_place(line), module.casts or "half precision")
     casts: dict[str, list[str]] = collections.defaultdict(list)
     for line, dtype in named.items():
         casts[dtype].append(line)

@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -10,18 +11,19 @@ from ..._jaxpr import (
     Category,
     Equation,
     Jaxpr,
-    Place,
+    Span,
+    all_equations,
     casting_line,
     equations,
     inner_jaxprs,
     is_literal,
     is_of_gradient,
     is_transposed,
+    open_jaxpr,
     traits_of,
     users_places,
 )
-from .._values.casts import Casts
-from .._values.conversions import constants_at
+from .._values.constants import constants_at
 from .._values.reference import is_narrow
 from .._values.sites import line_of
 from .._values.source import half_at, makes_half
@@ -29,6 +31,11 @@ from .modules import Module, is_of_library
 
 Sources: TypeAlias = frozenset[Module]
 """Edits: any one of them makes a half value float32."""
+
+Key: TypeAlias = tuple[str, tuple[Span, ...]]
+"""A line, and the calls around it."""
+Checkpoints: TypeAlias = Mapping[Span, Sequence[tuple[Span, ...]]]
+"""By the expressions in functions under `jax.checkpoint`, the calls of these functions."""
 
 LIBRARY = Module("a library", "")
 NONE = Module("no source", "")
@@ -59,27 +66,12 @@ class Origin(NamedTuple):
     line: str = ""  # For a float32 value, the line that has widened it.
     is_fixed: bool = False  # Whether it depends only on numbers and constants.
     stage: Stage = Stage.OUTSIDE
-    made: str = ""  # Of a half value, the line of the operation that made it, and did not only move it.
-    casts: tuple[str, ...] = ()  # Of a half value that enters a function: those that JAX left out.
-    # The edits of other operands: with one of them JAX promotes the value, which its own casts still round.
-    promoted: frozenset[str] = frozenset()
 
     @property
     def edits(self) -> frozenset[str]:
         """The names of the edits with which a half value is float32; empty if its dtype follows another."""
         own = self.sources - {NONE, LIBRARY}
-        return frozenset(source.name for source in own if not source.autocast) | self.promoted
-
-    def left_out(self, casts: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns those of the casts of a value, the last one first, that JAX left out."""
-        # The jaxpr has the first one, if that is where the value comes from. A line may cast several times.
-        made = [n for n, cast in enumerate(casts) if self.made == cast and cast in self.edits]
-        return casts[: made[-1]] if made else casts
-
-    @property
-    def entering(self) -> frozenset[str]:
-        """The same, of a value that enters a function, behind its casts there."""
-        return frozenset({" and ".join(self.casts)}) if self.casts else self.edits
+        return frozenset(source.name for source in own if not source.autocast)
 
 
 def joined(origins: Iterable[Origin]) -> Sources:
@@ -89,21 +81,11 @@ def joined(origins: Iterable[Origin]) -> Sources:
 def both(first: Origin, second: Origin) -> Origin:
     sources, is_fixed = first.sources | second.sources, first.is_fixed and second.is_fixed
     stage = second.stage if first.stage is Stage.OUTSIDE else first.stage
-    casts, promoted = first.casts or second.casts, first.promoted | second.promoted
-    every = {origin.made for origin in (first, second) if origin.sources}
-    made = every.pop() if len(every) == 1 else ""
-    return Origin(sources, first.line or second.line, is_fixed, stage, made, casts, promoted)
+    return Origin(sources, first.line or second.line, is_fixed, stage)
 
 
 def gives_half(equation: Equation) -> bool:
     return any(map(is_narrow, equation.outvars))
-
-
-def made_at(equation: Equation, operands: Sequence[Origin], line: str) -> str:
-    """Returns the line of the operation that made the result of an operation, and did not only move it."""
-    halves = {operand.made for operand, var in zip(operands, equation.invars) if is_narrow(var)}
-    is_move = traits_of(equation.primitive.name).category is Category.MOVE
-    return halves.pop() if is_move and len(halves) == 1 else line
 
 
 def widens(equation: Equation) -> bool:
@@ -133,14 +115,6 @@ def number_in_half(line: str) -> Module:
     return Module(line, "", (line,), casts=half_at(line) or UNKNOWN)
 
 
-def edit_of(equation: Equation, left_out: Casts) -> Sources:
-    """Returns the casts of the operands that JAX left out, as one edit."""
-    if not left_out.operands:
-        return frozenset()
-    dtype = next(var.aval.dtype.name for var in equation.invars if is_narrow(var))
-    return frozenset({Module(left_out.edit, "", left_out.lines, casts=dtype)})
-
-
 def of_constants(equation: Equation, line: str) -> Sources:
     """Returns the lines that make the half scalars among the operands of an equation, as far as known."""
     if not any(is_narrow(var) and is_literal(var) for var in equation.invars):
@@ -158,32 +132,13 @@ def operations_of(jaxpr: Jaxpr) -> Iterator[Equation]:
             yield equation
 
 
-def promoting(equation: Equation, operands: Sequence[Origin], casts: Casts) -> Iterator[str]:
-    """Yields the edits of half operands: with one the result is float32, also if it rounds another."""
-    for n, (var, operand) in enumerate(zip(equation.invars, operands)):
-        if is_narrow(var) and not is_literal(var):
-            yield from casts.edits_of(n) if n in casts.operands else operand.edits
-
-
-def forward_operations(jaxpr: Jaxpr) -> Iterator[Equation]:
-    """Yields the operations of a jaxpr but for those of a backward pass."""
-    for equation in equations(jaxpr):
-        if is_transposed(equation):
-            continue
-        if traits_of(equation.primitive.name).category is Category.CALL:
-            for inner in inner_jaxprs(equation):
-                yield from forward_operations(inner.jaxpr)
-        else:
-            yield equation
-
-
 def layers_of(operations: Sequence[Equation], layers: Mapping[int, Module]) -> dict[int, Sources]:
     """Returns the layers of a library by the ids of their operations; `layers` has them by index.
 
     What else a library casts in the same call belongs to its layer: an input has the name of none.
     """
     calls = [tuple(users_places(each)) for each in operations]
-    called = collections.defaultdict[tuple[Place, ...], set[Module]](set)
+    called = collections.defaultdict[tuple[Span, ...], set[Module]](set)
     for n, layer in layers.items():
         called[calls[n]].add(layer)
     found = {id(operations[n]): frozenset({layer}) for n, layer in layers.items()}
@@ -191,3 +146,25 @@ def layers_of(operations: Sequence[Equation], layers: Mapping[int, Module]) -> d
         if len(called[call]) == 1 and is_of_library(line_of(each)):
             found.setdefault(id(each), frozenset(called[call]))
     return found
+
+
+def calls_of_checkpoints(jaxpr: Jaxpr) -> Checkpoints:
+    """Returns the calls of functions under `jax.checkpoint`, by the expressions in these functions.
+
+    In a gradient only the recomputed operations are inside of an equation.
+    """
+    found = collections.defaultdict[Span, dict[tuple[Span, ...], None]](dict)
+    for equation in all_equations(jaxpr):
+        if equation.primitive.name == "remat2":
+            inside = (all_equations(open_jaxpr(part.jaxpr)) for part in inner_jaxprs(equation))
+            for operation in itertools.chain.from_iterable(inside):
+                for place in [*users_places(operation)][-1:]:
+                    found[place][tuple(users_places(equation))] = None
+    return {place: [*calls] for place, calls in found.items()}
+
+
+def keys_of(line: str, places: Sequence[Span], checkpoints: Checkpoints) -> list[Key]:
+    """Returns what an operation and its backward pass share: the calls around it, or its line alone."""
+    calls = checkpoints.get(places[-1], ()) if places else ()
+    # JAX hoists invariant operations out of the loop of a forward pass, but not out of a backward pass.
+    return [(line, (*places, *(calls[0] if len(calls) == 1 else ()))), (line, ())]

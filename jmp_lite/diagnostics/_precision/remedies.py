@@ -11,7 +11,7 @@ from .modules import Module, in_words, scopes_for
 from .runs import Runs
 
 MOST_EDITS = 24
-"""How many modules or casts are run alone at most to find a remedy: each is one run."""
+"""How many edits are run alone at most, or left out, to find a remedy: each is one run."""
 
 
 def few_edits(
@@ -19,56 +19,54 @@ def few_edits(
     error: Callable[[Sequence[Module]], Any],
     tolerance: Any,
     near: Sequence[Module] = (),
-    of_gradients: bool = True,
 ) -> Sequence[Module] | None:
     """Returns a small set of edits that bring an error to a tolerance; None if all are not enough.
 
     The edits that are `near` the cause are tried first, each alone. A search among runs of one program finds
-    the set. It is then written into the program, which decides.
-    `of_gradients`: whether the error may be that of a backward pass.
+    the set. It is then written into the program, which decides: it may need casts that no run shows.
     """
-
-    search = _Search(runs, error, tolerance, of_gradients)
-    found = (search.few(near), search.completed(runs.program.edits))
-    unknown = runs.program.unknown_casts
-    for kept, must_be_written in (each for own in found if own for each in _candidates(own, unknown)):
-        is_known = runs.write(kept) or not must_be_written
-        if is_known and error(kept) <= tolerance:
+    search = _Search(runs, error, tolerance)
+    few = search.few(near) or ()
+    for kept, must_be_written in _variants(few):
+        if search.holds(kept, must_be_written):
             return kept
+    every = search.completed(runs.program.edits) or ()
+    for own, must_be_written in (each for edits in (few, every) for each in _variants(edits)):
+        if search.holds((*own, *runs.silent), must_be_written):
+            return search.reduced(own, runs.silent)
     return None
 
 
-def _candidates(edits: Sequence[Module], unknown: Sequence[Module]) -> Iterator[tuple[list[Module], bool]]:
-    """Yields sets of edits in the order in which they are tried, and whether the runs alone do not decide."""
+def _variants(edits: Sequence[Module]) -> Iterator[tuple[Sequence[Module], bool]]:
+    """Yields a set of edits without what may follow from others, and then the set.
+
+    Each comes with whether the runs do not show what it does.
+    """
 
     def follows(edit):
-        return bool(edit.casts) and not all(map(makes_half, edit.lines))
+        return bool(edit.casts) and not (all(map(makes_half, edit.lines)) and not edit.carries)
 
     # The gradients with respect to an argument in float32 are in float32.
     has_arguments = any(edit.is_argument for edit in edits)
     edits = [edit for edit in edits if not (has_arguments and edit.is_gradient)]
-    # A cast to the dtype of another value, such as `x.astype(y.dtype)`, may follow from the other edits, as
-    # from the start of a carry. A carry may follow from a cast, as `jnp.zeros_like(x)` does.
-    starts = [dataclasses.replace(edit, casts="", after=()) if follows(edit) else edit for edit in edits]
-    starts = [edit for edit in starts if edit.is_edit]
+    # A carry may follow from a cast, as `jnp.zeros_like(x)` does. A cast to the dtype of another value, such
+    # as `x.astype(y.dtype)`, may follow from other edits. Or it is enough that the carry starts in float32.
     casts = [dataclasses.replace(edit, carries=()) if edit.casts else edit for edit in edits]
-    for own in (starts, casts):
-        if own and own != edits:
-            yield own, True
-    # A value may be left in half at a cast that is not known, but for rules of autocast.
-    yield edits, bool(unknown) and not all(edit.pattern for edit in edits)
-    if unknown:
-        yield [*edits, *unknown], False
+    starts = [dataclasses.replace(edit, casts="") if follows(edit) else edit for edit in edits]
+    starts = [edit for edit in starts if edit.is_edit]
+    yield from ((own, True) for own in (casts, starts) if own and own != edits)
+    if edits:
+        yield edits, False
 
 
 @dataclasses.dataclass
 class _Search:
-    """A search among the edits of a program, each with those that it needs."""
+    """A search among the edits of a program, each with the rules that it needs."""
 
     runs: Runs
     error: Callable[[Sequence[Module]], Any]
     tolerance: Any
-    of_gradients: bool
+    tries: int = MOST_EDITS  # How many edits may still be left out.
 
     def few(self, near: Sequence[Module]) -> Sequence[Module] | None:
         """Returns few edits that are enough; those `near` the cause are tried first."""
@@ -83,7 +81,7 @@ class _Search:
         return self.least(sorted(edits, key=lambda edit: without[edit], reverse=True)) or None
 
     def completed(self, edits: Sequence[Module]) -> tuple[Module, ...] | None:
-        return self.runs.program.completed(edits, self.of_gradients)
+        return self.runs.program.completed(edits)
 
     def is_enough(self, edits: Sequence[Module]) -> bool:
         own = self.completed(edits)
@@ -98,6 +96,38 @@ class _Search:
         # The second search starts with the edits that need few others: one that others need may be enough.
         own = self.completed(fewest(edits, self.is_enough) or ())
         return own and self.completed(fewest(sorted(own, key=self.size), self.is_enough) or own)
+
+    def holds(self, edits: Sequence[Module], must_be_written: bool = False) -> bool:
+        """Whether edits are enough where they are written; those that the tool cannot write, in the runs."""
+        is_known = self.runs.write(edits) or not (must_be_written or self.is_left(edits))
+        return is_known and self.error(edits) <= self.tolerance
+
+    def is_left(self, edits: Sequence[Module]) -> bool:
+        """Whether the program may still cast to half where the runs with some edits do not."""
+        # Under a rule, autocast computes in its dtype, whatever the program casts to.
+        return not all(edit.pattern for edit in edits) and not {*self.runs.silent} <= {*edits}
+
+    def reduced(self, edits: Sequence[Module], casts: Sequence[Module]) -> Sequence[Module]:
+        """Leaves out what the written program does not need: first of the casts that no run shows."""
+        if not self.runs.write((*edits, *casts)):
+            return (*edits, *casts)
+        casts = self._needed(casts, edits)
+        return (*self._needed(edits, casts), *casts)
+
+    def _needed(self, edits: Sequence[Module], others: Sequence[Module]) -> Sequence[Module]:
+        """Leaves out of some edits what is not needed beside others: halves of them, then smaller parts."""
+        kept, size = [*edits], len(edits)
+        while size:
+            start = 0
+            while start < len(kept) and self.tries:
+                self.tries -= 1
+                rest = kept[:start] + kept[start + size :]
+                if (rest or others) and self.holds((*rest, *others)):
+                    kept = rest
+                else:
+                    start += size
+            size //= 2
+        return kept
 
 
 def words_for(runs: Runs, kept: Sequence[Module]) -> str:

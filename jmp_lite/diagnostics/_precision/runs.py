@@ -16,7 +16,7 @@ from .groups import error_of, groups_of, rows_of, updated, worst_leaf
 from .modules import Module
 from .report import ORDER_OF_SUMS, Difference
 from .states import States
-from .written import Written, can_write, write
+from .written import Written, can_write, silent_casts, write
 
 _COSINE = 0.5
 """The cosine of a half gradient and that in float32 below which its direction is wrong."""
@@ -76,11 +76,16 @@ class Runs:
     @functools.cached_property
     def is_finite_if_written(self) -> bool:
         """Whether the program is finite with all edits written: JAX draws other numbers in float32."""
-        edits = frozenset(edit for edit in self.program.edits if not edit.is_gradient)
+        edits = frozenset(edit for edit in (*self.program.edits, *self.silent) if not edit.is_gradient)
         if not self.write(edits):
             return False
         outputs = self._written[edits](self.program.arrays(1.0))[: len(self.program.outputs)]
         return not self._nonfinite(outputs, 0, self.program.outputs)
+
+    @functools.cached_property
+    def silent(self) -> list[Module]:
+        """The edits of casts that have no operation in the program, since they take half values."""
+        return silent_casts(self._case, self.program)
 
     def write(self, modules: Iterable[Module]) -> bool:
         """Writes edits into the program, and measures what results from now on; returns whether it can."""

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ..._autocast import run
-from ..._jaxpr import Array, has_objects
+from ..._jaxpr import Array, all_equations, has_objects, users_places
 from ..._paths import positional_names
 from .._values.case import Case
-from .._values.edited import are_known, edited, in_float32
+from .._values.edited import are_known, edited, in_float32, watched
 from .._values.layers import in_float32 as layers_in_float32
 from .._values.reference import is_narrow
 from .._values.trace import EVERY_CAST, LossProgram
@@ -26,7 +26,7 @@ Written: TypeAlias = Callable[[Sequence[Array]], list[Array]]
 
 
 def can_write(case: Case, kept: Collection[Module]) -> bool:
-    """Whether the tool can write some edits: casts, starts of carries, layers, arguments, rules of autocast."""
+    """Whether the tool can write some edits: of lines, layers and arguments, and rules of autocast."""
     wide = {edit.name for edit in kept if edit.is_argument}
     given = [tree for name, tree in _named(case).items() if name in wide]
     is_known = not any(edit.policy or edit.autocast or edit.is_gradient for edit in kept)
@@ -59,6 +59,22 @@ def write(case: Case, program: FlaggedProgram, kept: Collection[Module]) -> Writ
     return _as(written, program)
 
 
+def silent_casts(case: Case, program: FlaggedProgram) -> list[Module]:
+    """Returns the edits of the half dtypes that the program takes where JAX has nothing to cast.
+
+    Such a cast takes what is in half already. It would round what other edits make float32.
+    """
+    args, kwargs = case.arguments
+    traced = all_equations(case.traced.jaxpr)
+    files = dict.fromkeys(file for equation in traced for file, *_ in users_places(equation))
+    found = dict[str, str]()
+    with watched([case.call.fun, args, kwargs], [*files], found):
+        other = dataclasses.replace(case)
+        other.program_of(functools.partial(run, *other.planned(case.rules)))
+    known = {line for edit in program.edits if edit.casts for line in edit.lines}
+    return [Module(line, "", (line,), casts=name) for line, name in found.items() if line not in known]
+
+
 def _named(case: Case) -> dict[str, Any]:
     """Returns the arguments of a call by their names."""
     args, kwargs = case.arguments
@@ -67,7 +83,7 @@ def _named(case: Case) -> dict[str, Any]:
 
 def _lines_of(kept: Collection[Module]) -> tuple[list[str], list[str]]:
     """Returns the lines of the casts that some edits name, and those of loops whose carries they start."""
-    casts = (line for edit in kept for line in (*(edit.lines if edit.casts else ()), *edit.after))
+    casts = (line for edit in kept if edit.casts for line in edit.lines)
     return list(dict.fromkeys(casts)), list(dict.fromkeys(line for edit in kept for line in edit.carries))
 
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import itertools
 import linecache
 import sys
 import types
@@ -21,13 +22,13 @@ import numpy as np
 
 from ..._jaxpr import Span, is_of_package
 from ..._tree import is_half
-from .callers import start_of
-from .source import expressions_at, operands_of, span_of
+from .constants import start_of
+from .source import Source, expressions_at, operands_of, span_of
 
 _Key: TypeAlias = tuple[str, str, int, Any]
 """What tells functions apart: file, name, first line, and where the last expression is."""
-_ran = set[int]()
-"""The numbers of the edits that ran."""
+_ran = dict[int, str]()
+"""The numbers of the edits that ran, each with the name of the dtype in half that was there."""
 _CASTS = ("cast_to_compute", "cast_to_output", "cast_to_param", "cast_to_half")
 """The casts of this library that take one tree."""
 _LEAVES = (types.ModuleType, types.CodeType, types.FrameType, jax.Array, np.ndarray, str, bytes, int, float)
@@ -61,9 +62,35 @@ def edited(roots: Any, lines: Collection[str], loops: Collection[str]) -> Iterat
     """
     edits: dict[Span, Any] = {span: float32 for line in lines for span in _dtypes_at(line)}
     edits |= {span: without_cast for line in lines for span in _casts_of_ours_at(line)}
-    edits |= {span: in_float32 for line in loops for span in _start_at(line)}
-    codes = {key: code for file in {file for file, *_ in edits} for key, code in _codes_with(file, edits)}
+    edits |= {span: in_float32_at for line in loops for span in _start_at(line)}
+    with _running(roots, edits):
+        yield
+    if missing := set(range(len(edits))) - set(_ran):
+        raise UnknownFunctionError(f"{len(missing)} of {len(edits)} edits did not run.")
+
+
+@contextlib.contextmanager
+def watched(roots: Any, files: Collection[str], found: dict[str, str]) -> Iterator[None]:
+    """Adds to `found` the lines of some files whose calls take a half dtype and return half arrays.
+
+    Each line has the name of the dtype. JAX has no operation for a cast of a value that is in half already.
+    """
+    calls = dict[Span, str]()
+    for source in filter(None, (expressions_at(f"{file}:1:0")[0] for file in files)):
+        for node in itertools.chain.from_iterable(source.nodes.values()):
+            if isinstance(node, ast.Call) and source.makes_half(node):
+                calls[source.span(node)] = source.line(node)
+    with _running(roots, dict.fromkeys(calls, noted)):
+        yield
+    lines = [*calls.values()]
+    found |= {lines[number]: name for number, name in _ran.items()}
+
+
+@contextlib.contextmanager
+def _running(roots: Any, edits: Mapping[Span, Any]) -> Iterator[None]:
+    """Runs functions with some of their expressions given to others, with the numbers of the edits."""
     files = {file for file, *_ in edits}
+    codes = {key: code for file in files for key, code in _codes_with(file, edits)}
     # A notebook, whose module has no file, is read through the functions that it calls.
     modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) in files)
     changed = list[tuple[types.FunctionType, types.CodeType]]()
@@ -77,8 +104,6 @@ def edited(roots: Any, lines: Collection[str], loops: Collection[str]) -> Iterat
                 function.__code__ = code
         with _edit(object()):
             yield
-        if missing := set(range(len(edits))) - _ran:
-            raise UnknownFunctionError(f"{len(missing)} of {len(edits)} edits did not run.")
     finally:
         for function, old in changed:
             function.__code__ = old
@@ -140,18 +165,32 @@ def _key(code: types.CodeType) -> _Key:
 def _dtypes_at(line: str) -> list[Span]:
     """Returns the half dtypes of the calls that begin at a line."""
     source, nodes = expressions_at(line)
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     if source is None:
         return []
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    spans = {span: is_known for call in calls for span, is_known in _dtypes_of(source, call).items()}
+    return [span for span, is_known in spans.items() if is_known] or [*spans]
+
+
+def _dtypes_of(source: Source, call: ast.Call) -> dict[Span, bool]:
+    """Returns the dtypes of a call that may be half, and for each whether it is known to be."""
+    named = {source.span(each): False for each in source.other_names(call)}
     # The function may be the dtype, as in `jnp.float16(0)`.
-    known = [each for call in calls for each in (call.func, *operands_of(call)) if source.is_half_dtype(each)]
-    named = [each for call in calls for each in source.other_names(call)]
-    return list(map(source.span, known or named))
+    known = (each for each in (call.func, *operands_of(call)) if source.is_half_dtype(each))
+    return named | {source.span(each): True for each in known}
 
 
-def float32(_: Any) -> Any:
+def float32(number: int, _: Any) -> Any:
     """Returns float32 in place of another dtype; edited functions call it."""
+    _ran[number] = ""
     return jnp.float32
+
+
+def noted(number: int, result: Any) -> Any:
+    """Returns what a call returns, and notes it if it is a half array; edited functions call it."""
+    if isinstance(result, jax.Array) and is_half(result):
+        _ran[number] = result.dtype.name
+    return result
 
 
 def in_float32(tree: Any) -> Any:
@@ -163,15 +202,15 @@ def in_float32(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def without_cast(tree: Any) -> Any:
-    """Returns what a cast of ours takes, in place of what it gives."""
+def in_float32_at(number: int, tree: Any) -> Any:
+    """Returns the same of the start of a carry; edited functions call it."""
+    _ran[number] = ""
     return in_float32(tree)
 
 
-def ran(number: int, result: Any) -> Any:
-    """Notes that an edit ran, and returns its result; edited functions call it."""
-    _ran.add(number)
-    return result
+def without_cast(number: int, tree: Any) -> Any:
+    """Returns what a cast of ours takes, in place of what it gives."""
+    return in_float32_at(number, tree)
 
 
 def _casts_of_ours_at(line: str) -> list[Span]:
@@ -198,7 +237,8 @@ class _Edited(ast.NodeTransformer):
     """Puts other expressions in place of some."""
 
     def __init__(self, file: str, edits: Mapping[Span, Any]) -> None:
-        self._file, self._edits, self._numbers = file, edits, list(edits)
+        self._file, self._edits = file, edits
+        self._numbers = {span: number for number, span in enumerate(edits)}
 
     def visit(self, node: ast.AST) -> Any:
         node = self.generic_visit(node)
@@ -207,10 +247,8 @@ class _Edited(ast.NodeTransformer):
         edit = self._edits[span]
         # The old expression stays, since a function keeps the names that it reads of those around it.
         operand = node.args[0] if edit is without_cast and isinstance(node, ast.Call) else node
-        call = ast.Call(_named(edit), [operand], [])
-        return ast.copy_location(
-            ast.Call(_named(ran), [ast.Constant(self._numbers.index(span)), call], []), node
-        )
+        number = ast.Constant(self._numbers[span])
+        return ast.copy_location(ast.Call(_named(edit), [number, operand], []), node)
 
 
 def _named(function: Any) -> ast.expr:

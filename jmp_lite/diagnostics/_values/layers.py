@@ -16,8 +16,8 @@ _FLOAT32 = np.dtype(np.float32)
 def in_float32(paths: Collection[str], arguments: Mapping[str, Any]) -> Iterator[None]:
     """Runs the layers at some paths, and those inside of them, with `dtype=jnp.float32`.
 
-    The path of a Linen layer is its scope, as `Net/encoder/Dense_0`; that of an NNX layer begins with the name
-    of the argument that holds it.
+    The path of a Linen layer is its scope, as `Net/encoder/Dense_0`; that of an NNX layer begins with the
+    name of the argument that holds it.
 
     Raises:
         UnknownFunctionError: no layer with a dtype is found at one of the paths, or it did not run.
@@ -37,7 +37,7 @@ def in_float32(paths: Collection[str], arguments: Mapping[str, Any]) -> Iterator
 
 
 def _interceptor(paths: Collection[str], found: set[str]) -> Callable[..., Any]:
-    """Returns what runs the methods of Linen modules; it adds the paths of those that it changed to `found`."""
+    """Returns what runs the methods of Linen modules. Those paths that it changes are added to `found`."""
     names = list[str]()
 
     def run(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -62,10 +62,11 @@ def _interceptor(paths: Collection[str], found: set[str]) -> Callable[..., Any]:
 def _layers_at(path: str, arguments: Mapping[str, Any]) -> list[Any]:
     """Returns the NNX layers with a dtype at a path, and inside of it."""
     name, *keys = path.split("/")
-    each, nnx = arguments.get(name), sys.modules.get("flax.nnx")
+    each: Any = arguments.get(name)
+    nnx = sys.modules.get("flax.nnx")
     for key in keys:
-        is_index = isinstance(each, (list, tuple)) and key.isdigit()
-        each = (each[int(key)] if int(key) < len(each) else None) if is_index else getattr(each, key, None)
+        is_index = hasattr(each, "__getitem__") and key.isdigit()
+        each = dict(enumerate(each)).get(int(key)) if is_index else getattr(each, key, None)
     if nnx is None or not isinstance(each, nnx.Module):
         return []
     return [layer for _, layer in nnx.iter_modules(each) if hasattr(layer, "dtype")]

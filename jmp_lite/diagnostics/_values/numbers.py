@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import Category, Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
-from .conversions import cast_of, is_operator
+from .constants import is_operator
 from .sites import NARROW
 from .source import FUNCTIONS, Source, assigned, defaults_of, expressions_at, operands_of
 
@@ -73,9 +73,10 @@ def _unread(equation: Equation, position: int) -> Iterator[str]:
         yield line.partition(" ")[0]
     # A function such as `jax.nn.relu` computes with numbers of its own.
     operators = (node for node in nodes if is_operator(node, equation.primitive.name))
-    for cast in (cast_of(source, operands_of(node)[position]) for node in operators):
-        if cast is not None and not _known(source).numbers(cast.call):
-            yield source.place(cast.call)
+    for operand in (operands_of(node)[position] for node in operators):
+        *_, value = (operand, *(source.values_of(operand) if isinstance(operand, ast.Name) else ()))
+        if isinstance(value, ast.Call) and source.makes_half(value) and not _known(source).numbers(value):
+            yield source.place(value)
 
 
 def written(numbers: Numbers, equation: Equation, position: int) -> Written | None:

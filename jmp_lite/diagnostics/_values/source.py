@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import Span
 
@@ -31,8 +33,6 @@ class Source:
         self._file = file
         self.nodes: dict[tuple[int, int], list[ast.AST]] = {}
         self.around: dict[ast.AST, list[ast.AST]] = {}  # The functions and classes, inner first.
-        # What an expression is a part of; for an array whose method is called, this call.
-        self.outer: dict[ast.AST, ast.AST] = {}
         self.functions: dict[str, list[Any]] = collections.defaultdict(list)  # By their names.
         self._visit(ast.parse(text), [])
 
@@ -46,8 +46,6 @@ class Source:
             self.functions[ast.unparse(node.targets[0])].append(node.value)
         inside = [node, *around] if isinstance(node, (*FUNCTIONS, ast.ClassDef)) else around
         for child in ast.iter_child_nodes(node):
-            # The method of an array is an attribute of it.
-            self.outer[child] = self.outer[node] if isinstance(node, ast.Attribute) else node
             self._visit(child, inside)
 
     def place(self, node: ast.expr) -> str:
@@ -67,11 +65,6 @@ class Source:
         functions = self.functions_around(node)
         return next(filter(None, (assigned(each, ast.Name, node.id) for each in functions)), ())
 
-    def is_local(self, name: ast.Name) -> bool:
-        """Whether a name is a parameter of a function around it, or such a function assigns it."""
-        is_parameter = any(name.id in defaults_of(each) for each in self.functions_around(name))
-        return is_parameter or bool(self.values_of(name))
-
     def name_of(self, functions: Sequence[Any]) -> str:
         """Returns the qualified name of the first of the functions around an expression, as Python has it."""
         if not functions:
@@ -81,21 +74,6 @@ class Source:
         names = [f"{each.name}." if isinstance(each, ast.ClassDef) else "" for each in inside[:1]]
         outer = [f"{self.name_of(functions[1:])}.<locals>."] if functions[1:] else []
         return "".join([*outer, *names, own])
-
-    def is_straight(self, function: Any, value: ast.expr) -> bool:
-        """Whether a function assigns a value in each call, outside of any loop and branch."""
-        statement = self.outer[value]
-        statement = self.outer[statement] if isinstance(statement, ast.Tuple) else statement
-        return self.outer[statement] is function
-
-    def returned_alone(self, function: Any) -> ast.expr | None:
-        """Returns what a function returns if it does nothing else."""
-        if isinstance(function, ast.Lambda):
-            return function.body
-        # A docstring does nothing.
-        *others, last = function.body
-        is_alone = all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in others)
-        return last.value if is_alone and isinstance(last, ast.Return) else None
 
     def line(self, node: ast.expr) -> str:
         """Returns the same with the function around it, as `file.py:12:4 (function)`."""
@@ -132,7 +110,8 @@ class Source:
         """Returns the dtype that an expression stands for in the module, or None, and its last name."""
         text = node.value if isinstance(node, ast.Constant) else ast.unparse(node)
         dtype = getattr(self.value_of(text), "dtype", None) if isinstance(text, str) else None
-        return dtype, str(text).rpartition(".")[2]
+        # A class may have a dtype too, as a layer has.
+        return dtype if isinstance(dtype, np.dtype) else None, str(text).rpartition(".")[2]
 
     @functools.cached_property
     def _module(self) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_lite.diagnostics._values.edited import UnknownFunctionError, are_known, edited
+from jmp_lite.diagnostics._values.edited import UnknownFunctionError, are_known, edited, watched
 
 F16 = jnp.float16
 X = jnp.ones(3)
@@ -132,3 +132,36 @@ def test_a_line_without_a_half_dtype_is_not_known():
     assert not are_known([place("return x * 1")], [])
     assert not are_known([], [place("x.astype(F16)")])
     assert not are_known(["<string>:1:2 (f)"], [])
+
+
+def inner(x, dtype):
+    return x.astype(dtype)
+
+
+def silent(x, is_run=True):
+    h = inner(x, F16)
+    g = inner(x, jnp.float32) + jax.tree.map(lambda leaf: leaf.astype(F16), {"h": h})["h"]
+    full = lambda shape, fill: g + jnp.zeros(shape, "float16")
+    return full(3, h) if is_run else jnp.asarray(g, jnp.bfloat16)
+
+
+def test_the_half_dtypes_that_a_program_takes_are_noted():
+    """Also that of a cast that does nothing; none where the dtype is float32, or that did not run."""
+    found = {}
+    with watched([silent], [__file__], found):
+        assert dtype_of(silent) == jnp.float32
+    named = {
+        line.partition(" ")[0].rpartition(":")[0].rpartition(":")[2]: name for line, name in found.items()
+    }
+    lines = linecache.getlines(__file__)
+    assert {lines[int(row) - 1].strip()[:12] for row in named} == {
+        "h = inner(x,",
+        "return x.ast",
+        "g = inner(x,",
+        "full = lambd",
+    }
+    assert set(named.values()) == {"float16"}
+    with watched([silent], [__file__], found):
+        jax.make_jaxpr(functools.partial(silent, is_run=False))(X)
+    assert "bfloat16" in found.values()
+    assert dtype_of(function) == jnp.float16

@@ -98,10 +98,11 @@ class OfLinen(nn.Module):
 
 class OfNNX(nnx.Module):
     def __init__(self):
-        self.a = nnx.Linear(8, 8, dtype=F16, rngs=nnx.Rngs(0))
+        large = nnx.initializers.constant(100.0)
+        self.a = nnx.Linear(8, 8, dtype=F16, kernel_init=large, rngs=nnx.Rngs(0))
 
     def __call__(self, x):
-        return jnp.square(self.again({"h": self.a(x)})["h"]).astype(F32)
+        return self.again({"h": self.a(x)})["h"].astype(F32) / 1e6
 
     def again(self, tree):
         return jax.tree.map(lambda h: h.astype(F16), tree)

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from jmp_lite.diagnostics._values.rules import operations_of_rules
-from tests.diagnostics.values import test_callers as other_module
+from tests.support import double as other_module
 
 F16 = jnp.float16
 

@@ -1,13 +1,12 @@
-"""Conversions to half in the source of a program, operators, and scalars in half."""
+"""Scalars in half in the source of a program, and what its loops start from."""
 
 import ast
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeGuard
+from typing import TypeGuard
 
 from .source import Source, expressions_at, operands_of
 
-_CONVERSIONS = ("astype", "asarray", "array", "convert_element_type")
 OPERATORS = {
     "dot_general": ast.MatMult,
     "add": ast.Add,
@@ -18,53 +17,9 @@ OPERATORS = {
 }
 
 
-class Cast(NamedTuple):
-    """A conversion to half."""
-
-    call: ast.Call  # What takes the dtype, which may be in a function that makes this conversion alone.
-    operand: ast.expr  # The array that it converts.
-    at: ast.Call  # The call of that function, or `call` itself.
-
-
 def is_operator(node: ast.AST, primitive: str) -> TypeGuard[ast.BinOp]:
     """Whether an expression is the operator of an operation, as `a @ b` is that of a `dot_general`."""
     return isinstance(node, ast.BinOp) and isinstance(node.op, OPERATORS.get(primitive, ()))
-
-
-def cast_of(source: Source, node: ast.expr) -> Cast | None:
-    """Returns the cast to half that an expression is, or that its name stands for."""
-    if not isinstance(node, ast.Name):
-        return conversion(source, node)
-    functions, values = source.functions_around(node), source.values_of(node)
-    before = [value for value in values if end_of(value) < (node.lineno, node.col_offset)]
-    # The last value before this line, if no loop or branch lies between them.
-    is_sure = len(values) == 1 or (functions and before and source.is_straight(functions[0], before[-1]))
-    if not before or not is_sure or isinstance(before[-1], ast.Name):
-        return None
-    return cast_of(source, before[-1])
-
-
-def conversion(source: Source, node: ast.AST | None) -> Cast | None:
-    """Returns an expression if it converts an array to half."""
-    if not isinstance(node, ast.Call):
-        return None
-    if not source.makes_half(node):
-        return _by_a_function(source, node)
-    operand = _converted(node)
-    is_conversion = ast.unparse(node.func).rpartition(".")[2] in _CONVERSIONS
-    return Cast(node, operand, node) if is_conversion and operand is not None else None
-
-
-def _by_a_function(source: Source, call: ast.Call) -> Cast | None:
-    """Returns the conversion by a function of the program that does nothing else, such as `to_half(x)`."""
-    functions = source.functions.get(ast.unparse(call.func).removeprefix("self."), [])
-    value = source.returned_alone(functions[0]) if len(functions) == 1 else None
-    if not isinstance(value, ast.Call) or not source.makes_half(value):
-        return None
-    parameters = (arg.arg for arg in functions[0].args.args if arg.arg != "self")
-    arguments, converted = dict(zip(parameters, call.args)), _converted(value)
-    operand = arguments.get(converted.id) if isinstance(converted, ast.Name) else None
-    return Cast(value, operand, call) if operand is not None else None
 
 
 def _converted(call: ast.Call) -> ast.expr | None:
@@ -72,10 +27,6 @@ def _converted(call: ast.Call) -> ast.expr | None:
     if isinstance(call.func, ast.Attribute) and call.func.attr == "astype":
         return call.func.value
     return call.args[0] if call.args else None
-
-
-def end_of(node: Any) -> tuple[int, int]:
-    return node.end_lineno, node.end_col_offset
 
 
 def constants_at(line: str, primitive: str) -> list[str]:
@@ -128,3 +79,13 @@ def _constant(source: Source, node: ast.expr) -> ast.Call | None:
 
 def _is_empty(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Tuple) and not node.elts
+
+
+_CARRIED = {"fori_loop": 3, "while_loop": 2, "scan": 1}
+"""The position of the start of each loop of JAX."""
+
+
+def start_of(call: ast.Call) -> list[ast.expr]:
+    """Returns that with which a loop starts, if a call runs one; a list of one expression or none."""
+    position = _CARRIED.get(ast.unparse(call.func).rpartition(".")[2])
+    return call.args[position:][:1] if position is not None else []

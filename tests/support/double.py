@@ -1,0 +1,5 @@
+"""A function in another file than the rule that calls it."""
+
+
+def double(x):
+    return 2 * x
