@@ -140,6 +140,7 @@ def test_a_state_that_follows_a_rounding_error_is_no_fault():
     assert faults(step, params, jnp.zeros(8)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_a_total_that_overflows_in_a_later_step_is_named(dtype):
     """The total is 8,000 after the first step, and beyond float16 after the ninth."""

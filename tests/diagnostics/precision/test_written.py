@@ -28,6 +28,7 @@ AGAIN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AGAIN)
 def test_a_cast_that_is_made_again_later_is_part_of_the_remedy(name):
     def loss(x):
@@ -40,6 +41,7 @@ def test_a_cast_that_is_made_again_later_is_part_of_the_remedy(name):
     assert len(trial.lines) == 1 + trial.helps
 
 
+@pytest.mark.slow
 def test_a_cast_in_a_tree_is_part_of_the_remedy():
     def loss(x):
         h = x.astype(F16)
@@ -75,6 +77,7 @@ def test_random_numbers_that_are_zero_in_half_alone_are_not_said_to_be_zero_in_f
     assert ordinary.is_finite_in_float32 is False
 
 
+@pytest.mark.slow
 def test_a_state_that_the_step_rounds_again_is_not_mended_by_its_argument():
     tx = optax.scale_by_adam(mu_dtype=F16)
     fun = lambda w, x: 1e-6 * jnp.mean((x @ w) ** 2)

@@ -120,6 +120,7 @@ def of_nnx():
     return find_nonfinite(loss, value_and_grad_fn=nnx.value_and_grad)(OfNNX(), X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report", [of_linen, of_nnx])
 def test_a_layer_that_is_cast_again_is_mended_with_that_cast(report):
     (trial,) = (trial for trial in report().tried if not trial.dtype)
