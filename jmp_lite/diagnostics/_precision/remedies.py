@@ -9,6 +9,7 @@ from .._values.source import makes_half
 from .fewest import fewest
 from .modules import Module, in_words, scopes_for
 from .runs import Runs
+from .written import has_lines
 
 MOST_EDITS = 24
 """How many edits are run alone at most, or left out, to find a remedy: each is one run."""
@@ -105,7 +106,8 @@ class _Search:
     def is_left(self, edits: Sequence[Module]) -> bool:
         """Whether the program may still cast to half where the runs with some edits do not."""
         # Under a rule, autocast computes in its dtype, whatever the program casts to.
-        return not all(edit.pattern for edit in edits) and not {*self.runs.silent} <= {*edits}
+        is_by_rules = all(edit.pattern for edit in edits)
+        return not (is_by_rules or (has_lines(edits) and {*self.runs.silent} <= {*edits}))
 
     def reduced(self, edits: Sequence[Module], casts: Sequence[Module]) -> Sequence[Module]:
         """Leaves out what the written program does not need: first of the casts that no run shows."""

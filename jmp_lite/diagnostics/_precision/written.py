@@ -33,7 +33,12 @@ def can_write(case: Case, kept: Collection[Module]) -> bool:
     # Of rules alone the runs say the same. JAX would copy a module of NNX, of which another argument may hold
     # the same one.
     is_known &= not all(edit.pattern for edit in kept)
-    return is_known and len(given) == len(wide) and not has_objects(given) and are_known(*_lines_of(kept))
+    return is_known and len(given) == len(wide) and not has_objects(given) and has_lines(kept)
+
+
+def has_lines(kept: Collection[Module]) -> bool:
+    """Whether the source has what some edits change: a dtype or a loop on each line."""
+    return are_known(*_lines_of(kept))
 
 
 def write(case: Case, program: FlaggedProgram, kept: Collection[Module]) -> Written:

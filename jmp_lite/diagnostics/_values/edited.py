@@ -23,7 +23,7 @@ import numpy as np
 from ..._jaxpr import Span, is_of_package
 from ..._tree import is_half
 from .constants import start_of
-from .source import Source, expressions_at, operands_of, span_of
+from .source import expressions_at, operands_of, span_of
 
 _Key: TypeAlias = tuple[str, str, int, Any]
 """What tells functions apart: file, name, first line, and where the last expression is."""
@@ -44,7 +44,7 @@ class UnknownFunctionError(Exception):
 
 
 def are_known(lines: Collection[str], loops: Collection[str]) -> bool:
-    """Whether the source has a half dtype on each of some lines, and a loop on each of others.
+    """Whether the source has a dtype on each of some lines, and a loop on each of others.
 
     A line is given as `file.py:12:4 (function)`.
     """
@@ -168,16 +168,12 @@ def _dtypes_at(line: str) -> list[Span]:
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     if source is None:
         return []
-    spans = {span: is_known for call in calls for span, is_known in _dtypes_of(source, call).items()}
-    return [span for span, is_known in spans.items() if is_known] or [*spans]
-
-
-def _dtypes_of(source: Source, call: ast.Call) -> dict[Span, bool]:
-    """Returns the dtypes of a call that may be half, and for each whether it is known to be."""
-    named = {source.span(each): False for each in source.other_names(call)}
     # The function may be the dtype, as in `jnp.float16(0)`.
-    known = (each for each in (call.func, *operands_of(call)) if source.is_half_dtype(each))
-    return named | {source.span(each): True for each in known}
+    known = [each for call in calls for each in (call.func, *operands_of(call)) if source.is_half_dtype(each)]
+    named = [each for call in calls for each in source.other_names(call)]
+    return list(
+        map(source.span, known or named or [each for call in calls for each in source.dtypes_of(call)])
+    )
 
 
 def float32(number: int, _: Any) -> Any:

@@ -85,10 +85,13 @@ class Source:
 
     def other_names(self, call: ast.Call) -> list[ast.expr]:
         """Returns the dtypes of a call that have another name here, such as `self.dtype`."""
+        return list(filter(self._is_other_name, self.dtypes_of(call)))
+
+    def dtypes_of(self, call: ast.Call) -> list[ast.expr]:
+        """Returns the arguments of a call at the places of dtypes, as `y.dtype` in `x.astype(y.dtype)`."""
         at = _DTYPE_AT.get(ast.unparse(call.func).rpartition(".")[2])
         named = [keyword.value for keyword in call.keywords if keyword.arg == "dtype"]
-        dtypes = [*(call.args[at : at + 1] if at is not None else ()), *named]
-        return list(filter(self._is_other_name, dtypes))
+        return [*(call.args[at : at + 1] if at is not None else ()), *named]
 
     def is_half_dtype(self, node: ast.expr) -> bool:
         return bool(self.half_name(node))
