@@ -165,10 +165,9 @@ def test_a_target_network_in_bfloat16():
     assert moved(BF16) < 0.1 < 0.9 < moved(F32)
     fault = fault_of(step, w + 0.1, w.astype(BF16), x, value_and_grad_fn=None)
     assert " of the elements of target that have one: they never move in 20 steps" in fault.what
-    assert (
-        "pass these arguments in float32: target. Then it trains as in float32 in 20 steps on this batch."
-        in fault.advice
-    )
+    # 0.999 is 1 in bfloat16: a number in optax, which the program with the edit has as it is written. So that
+    # one is far from the run in float32, and no edit is named.
+    assert fault.advice == "Keep it in float32."
 
 
 def test_a_count_that_a_loop_carries():

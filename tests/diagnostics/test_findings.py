@@ -131,7 +131,7 @@ def test_a_step_that_is_off_names_the_results_and_what_mends_them():
             by_hand=Difference(0.0, 0.0, 1.0),
             states=NO_STATES,
             program=program,
-            write=lambda kept: False,
+            write=lambda kept: True,
             silent=[],
         )
 
