@@ -37,6 +37,7 @@ from .inner import with_inner_jaxprs as with_inner_jaxprs
 from .lines import Span as Span
 from .lines import calling_line as calling_line
 from .lines import casting_line as casting_line
+from .lines import is_of_lax as is_of_lax
 from .lines import is_of_package as is_of_package
 from .lines import source_line as source_line
 from .lines import users_places as users_places

@@ -81,6 +81,15 @@ def _place(code: types.CodeType, file: str, instruction: int) -> Span:
     return file, (row, column), (end_row, end_column)
 
 
+def is_of_lax(equation: Equation) -> bool:
+    """Whether the program, or a package, called a function of `jax.lax` that made an equation."""
+    files = (frame.file_name for frame in equation.source_info.traceback.frames)
+    inner = itertools.takewhile(lambda file: file.startswith(_JAX), files)
+    # A wrapper that shortens tracebacks is around each function.
+    called = [file for file in inner if not file.endswith("traceback_util.py")]
+    return bool(called) and called[-1].startswith(os.path.join(_JAX, "_src", "lax", ""))
+
+
 def users_stacklevel() -> int:
     """Returns the `stacklevel` with which a warning of the caller names the line of the user's program."""
     # `skip_file_prefixes` of `warnings.warn` needs Python 3.12.

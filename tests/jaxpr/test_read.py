@@ -233,6 +233,21 @@ def test_a_name_a_cast_and_the_products_have_the_parameters_that_autocast_reads(
     assert hasattr(ragged.params["ragged_dot_dimension_numbers"], "dot_dimension_numbers")
 
 
+@pytest.mark.parametrize(
+    ("fun", "primitive", "expected"),
+    [
+        (lambda x: jax.lax.mul(x, x), "mul", True),
+        (lambda x: x * x, "mul", False),
+        (lambda x: jnp.multiply(x, x), "mul", False),
+        (jax.grad(lambda x: jnp.sum(jax.lax.mul(x, x))), "mul", True),
+        (lambda x: jax.lax.dynamic_update_slice_in_dim(x, x[:1], 0, 0), "dynamic_update_slice", True),
+        (lambda x: x.at[0].set(1.0), "scatter", False),
+    ],
+)
+def test_the_functions_of_lax_are_told_from_those_that_promote(fun, primitive, expected):
+    assert lines.is_of_lax(find(primitive, fun, X)) == expected
+
+
 def test_an_equation_carries_its_names_line_and_context():
     def fun(x):
         with jax.named_scope("outer"), jax.named_scope("inner"):

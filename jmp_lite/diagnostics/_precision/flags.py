@@ -173,6 +173,12 @@ class FlaggedProgram:
         keys = completed(self._needs, {edit.key for edit in kept}, keyed)
         return None if keys is None else tuple(edit for key, edit in keyed.items() if key in keys)
 
+    def is_refused(self, kept: Iterable[Module]) -> bool:
+        """Whether JAX refuses the program with some edits alone: values that share a dtype have two."""
+        names = {edit.name for edit in kept}
+        wide = ([not each.isdisjoint(names) for each in tie] for tie in self._found.ties)
+        return any(any(own) and not all(own) for own in wide)
+
     def groups_on(self, line: str, only_edits: bool = True) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""
         groups, flags = (*self.modules, *self._sources), self._flags_by_line.get(line, ())

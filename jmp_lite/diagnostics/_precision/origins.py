@@ -18,6 +18,7 @@ from ..._jaxpr import (
     inner_jaxprs,
     is_literal,
     is_of_gradient,
+    is_of_lax,
     is_transposed,
     open_jaxpr,
     traits_of,
@@ -108,6 +109,14 @@ def of_cast(equation: Equation, line: str, is_fixed: bool, autocast: Module | No
     if is_of_library(line):
         return frozenset({LIBRARY})
     return frozenset({Module(line, "", (line,), casts=equation.outvars[0].aval.dtype.name)})
+
+
+def keeps_dtypes(equation: Equation) -> bool:
+    """Whether an operation does not promote operands of two dtypes: the functions of `jax.lax` do not."""
+    name = equation.primitive.name
+    # Products take them. Of several results, as those of a sort, each has its own.
+    has_one_dtype = len(equation.outvars) == 1 and not name.endswith(("dot_general", "convert_element_type"))
+    return has_one_dtype and is_of_lax(equation)
 
 
 def number_in_half(line: str) -> Module:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ..._jaxpr import (
     Arguments,
@@ -43,6 +43,7 @@ from .origins import (
     calls_of_checkpoints,
     gives_half,
     joined,
+    keeps_dtypes,
     keys_of,
     layers_of,
     number_in_half,
@@ -53,6 +54,9 @@ from .origins import (
     widens,
 )
 
+Tie: TypeAlias = tuple[frozenset[str], ...]
+"""Half values that must share a dtype. Each is the set of the names of the edits that make it float32."""
+
 
 class Found(NamedTuple):
     """The sources of a program. Operations are those of a report, by their index."""
@@ -60,6 +64,7 @@ class Found(NamedTuple):
     sources: list[Sources]  # What the half values of each operation come from.
     autocast: dict[int, Module]  # Of a half product that an autocast inside of the program runs, its scope.
     rules: set[int]  # Those of a backward rule that may cast to half by itself.
+    ties: list[Tie]  # What JAX refuses in two dtypes: operands of `jax.lax`, carries and branches.
 
 
 def sources_of(
@@ -108,7 +113,7 @@ def sources_of(
     products = {n: own for n, each in enumerate(operations) if (own := search.products.get(id(each)))}
     of_rules = operations_of_rules(traced.jaxpr)
     rules = {n for n, each in enumerate(operations) if id(each) in of_rules}
-    return Found(list(map(resolved, operations)), products, rules)
+    return Found(list(map(resolved, operations)), products, rules, [*search.ties])
 
 
 class _Search(Forward[Origin]):
@@ -126,6 +131,7 @@ class _Search(Forward[Origin]):
         self._forward: dict[tuple[Key, bool], Sources] = {}
         # By the name of a source, the loops whose half carries come from it and start from numbers alone.
         self.carried: dict[str, dict[str, None]] = collections.defaultdict(dict)
+        self.ties: dict[Tie, None] = {}
         self.products: dict[int, Module] = {}  # Of an autocast inside, by their ids: their scopes.
         self.rounding = set[int]()  # The ids of equations with a float32 result that round their operands.
 
@@ -136,14 +142,26 @@ class _Search(Forward[Origin]):
             body = inner_jaxprs(equation)[-1]
             starts = body.operands[body.constants :][: body.carried]
             for first, var, result in zip(starts, equation.outvars, results):
-                if is_narrow(var) and not operands[first].edits:
+                own = operands[first].edits
+                self._tie(own, result.edits - own)
+                if is_narrow(var) and not own:
                     for source in result.sources:
                         self.carried[source.name][line_of(equation)] = None
+        if equation.primitive.name == "cond" and not is_backward:
+            for result in results:
+                self._tie(*(frozenset({edit}) for edit in result.edits))
         return results
+
+    def _tie(self, *values: frozenset[str]) -> None:
+        tie = tuple(filter(None, values))  # A value without an edit adapts to the others.
+        if len(tie) > 1:
+            self.ties[tie] = None
 
     def _origins(self, equation: Equation, operands: list[Origin]) -> list[Origin]:
         line = self._line(equation)
         stage = stage_of((*self.calls, equation))
+        if stage is not Stage.BACKWARD and keeps_dtypes(equation) and id(equation) not in self._layers:
+            self._tie(*(each.edits for each, var in zip(operands, equation.invars) if is_narrow(var)))
         operands = self._across_gradient(equation, operands, stage, line)
         is_fixed = all(origin.is_fixed for origin in operands)
         sources = self._taken(operands, line) | self.of_numbers(equation)

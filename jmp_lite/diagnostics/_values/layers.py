@@ -31,9 +31,12 @@ def in_float32(paths: Collection[str], arguments: Mapping[str, Any]) -> Iterator
         linen = sys.modules.get("flax.linen")
         if linen is not None:
             stack.enter_context(linen.intercept_methods(_interceptor(paths, found)))
-        yield
-    if missing := set(paths) - found:
-        raise UnknownFunctionError(f"No layer with a dtype ran in {', '.join(sorted(missing))}.")
+        try:
+            yield
+        finally:
+            # Also where JAX refuses the program: it may be one in which the other edits alone were made.
+            if missing := set(paths) - found:
+                raise UnknownFunctionError(f"No layer with a dtype ran in {', '.join(sorted(missing))}.")
 
 
 def _interceptor(paths: Collection[str], found: set[str]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ class Runs:
 
     def __init__(self, edits, needed, in_runs=(), silent=SILENT, can_write=True):
         self.needed, self.in_runs, self.silent, self.can_write = {*needed}, {*in_runs}, silent, can_write
-        self.program = types.SimpleNamespace(edits=edits, completed=tuple)
+        self.program = types.SimpleNamespace(edits=edits, completed=tuple, is_refused=lambda _: False)
         self.written, self.count = set(), 0
 
     def write(self, kept):

@@ -52,6 +52,7 @@ def test_a_cast_in_a_tree_is_part_of_the_remedy():
     assert len(trial.lines) == 2
 
 
+@pytest.mark.slow
 def test_an_edit_that_the_program_refuses_is_no_remedy():
     def loss(x):
         h = x.astype(F16)

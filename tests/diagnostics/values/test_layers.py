@@ -128,3 +128,24 @@ def test_a_layer_that_is_cast_again_is_mended_with_that_cast(report):
     assert "dtype=jnp.float32 in" in trial.change
     assert len(trial.lines) == 1
     assert "test_layers.py" in trial.lines[0]
+
+
+@pytest.mark.slow
+def test_a_layer_that_cannot_be_changed_has_no_remedy_that_jax_refuses():
+    large = nnx.initializers.constant(100.0)
+    graph, state = nnx.split({"a": nnx.Linear(8, 8, dtype=F16, kernel_init=large, rngs=nnx.Rngs(0))})
+
+    def loss(p, x, join):
+        h = nnx.merge(graph, p)["a"](x)
+        return jnp.mean(join([h, (0.1 * x).astype(F16)], 0).astype(F32) / 1e6)
+
+    def tried(join):
+        report = find_nonfinite(lambda p, x: loss(p, x, join))(state, X)
+        return [trial for trial in report.tried if not trial.dtype and trial.helps]
+
+    (trial,) = tried(jnp.concatenate)
+    assert trial.change == "dtype=jnp.float32 in p/a"
+    # Those of `jax.lax` have one dtype.
+    (trial,) = tried(jax.lax.concatenate)
+    assert trial.change.endswith("; dtype=jnp.float32 in p/a")
+    assert len(trial.lines) == 1
