@@ -49,7 +49,7 @@ from .modules import (
     renamed,
     scopes_for,
 )
-from .needs import completed, rules_needed
+from .needs import completed, is_refused, rules_needed
 from .sources import sources_of
 
 _Members: TypeAlias = dict[Module, set[int]]
@@ -174,10 +174,8 @@ class FlaggedProgram:
         return None if keys is None else tuple(edit for key, edit in keyed.items() if key in keys)
 
     def is_refused(self, kept: Iterable[Module]) -> bool:
-        """Whether JAX refuses the program with some edits alone: values that share a dtype have two."""
-        names = {edit.name for edit in kept}
-        wide = ([not each.isdisjoint(names) for each in tie] for tie in self._found.ties)
-        return any(any(own) and not all(own) for own in wide)
+        """Whether JAX refuses the program with some edits alone."""
+        return is_refused(self._found.ties, {edit.name for edit in kept})
 
     def groups_on(self, line: str, only_edits: bool = True) -> list[Module]:
         """Returns the groups with an operation on a line of the program: sources, or modules without them."""
@@ -257,8 +255,7 @@ class FlaggedProgram:
         self._needs = list(dict.fromkeys(rules_needed(own | sources, rules, cast)))
         sources |= {module: members for module, members in modules.items() if not members}
         known = {source.key for source in sources}
-        inside = dict.fromkeys(self._found.autocast.values())
-        sources |= {edit: set[int]() for edit in inside if edit.key not in known}
+        sources |= {edit: set[int]() for edit in self._found.autocast.values() if edit.key not in known}
         modules = {module: members for module, members in modules.items() if members} | own
         return modules, sources, of_program | by_autocast
 

@@ -1,4 +1,4 @@
-"""Which rules of autocast an edit needs: autocast casts what the edit makes float32."""
+"""Which edits need others: autocast casts what an edit makes float32, and some values share a dtype."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
@@ -6,7 +6,9 @@ from typing import TypeAlias
 from .modules import Module
 
 Need: TypeAlias = tuple[str, frozenset[str]]
-"""The key of an edit, and those of the edits of which it needs one."""
+"""An edit, and the edits of which at least one has to be made with it, all by their keys."""
+Tie: TypeAlias = tuple[frozenset[str], ...]
+"""Half values that must share a dtype. Each is the set of the names of the edits that make it float32."""
 
 
 def completed(needs: Sequence[Need], edits: Collection[str], every: Collection[str]) -> frozenset[str] | None:
@@ -17,6 +19,12 @@ def completed(needs: Sequence[Need], edits: Collection[str], every: Collection[s
             return None
         done |= {known[0]}
     return done
+
+
+def is_refused(ties: Sequence[Tie], names: Collection[str]) -> bool:
+    """Whether JAX refuses a program with some edits alone, since values that share a dtype would have two."""
+    wide = ([not each.isdisjoint(names) for each in tie] for tie in ties)
+    return any(any(own) and not all(own) for own in wide)
 
 
 def rules_needed(

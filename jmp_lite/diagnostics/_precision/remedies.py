@@ -32,7 +32,9 @@ def few_edits(
         if search.holds(kept, must_be_written):
             return kept
     every = search.completed(runs.program.edits) or ()
-    for own, must_be_written in (each for edits in (few, every) for each in _variants(edits)):
+    # Without such casts, the few edits have been tried above.
+    sets = (few, every) if runs.silent else (every,)
+    for own, must_be_written in (each for edits in sets for each in _variants(edits)):
         if search.holds((*own, *runs.silent), must_be_written):
             return search.reduced(own, runs.silent)
     return None
@@ -41,23 +43,24 @@ def few_edits(
 def _variants(edits: Sequence[Module]) -> Iterator[tuple[Sequence[Module], bool]]:
     """Yields a set of edits without what may follow from others, and then the set.
 
-    Each comes with whether the runs do not show what it does.
+    The second value is whether the set has to be written: the runs cannot make a part of an edit.
     """
-
-    def follows(edit):
-        return bool(edit.casts) and not (all(map(makes_half, edit.lines)) and not edit.carries)
-
     # The gradients with respect to an argument in float32 are in float32.
     has_arguments = any(edit.is_argument for edit in edits)
     edits = [edit for edit in edits if not (has_arguments and edit.is_gradient)]
     # A carry may follow from a cast, as `jnp.zeros_like(x)` does. A cast to the dtype of another value, such
     # as `x.astype(y.dtype)`, may follow from other edits. Or it is enough that the carry starts in float32.
     casts = [dataclasses.replace(edit, carries=()) if edit.casts else edit for edit in edits]
-    starts = [dataclasses.replace(edit, casts="") if follows(edit) else edit for edit in edits]
-    starts = [edit for edit in starts if edit.is_edit]
+    starts = [edit for edit in map(_without_cast, edits) if edit.is_edit]
     yield from ((own, True) for own in (casts, starts) if own and own != edits)
     if edits:
         yield edits, False
+
+
+def _without_cast(edit: Module) -> Module:
+    """Returns an edit without its cast, if this may follow from others or from the start of its carry."""
+    follows = bool(edit.casts) and (bool(edit.carries) or not all(map(makes_half, edit.lines)))
+    return dataclasses.replace(edit, casts="") if follows else edit
 
 
 @dataclasses.dataclass
@@ -118,7 +121,7 @@ class _Search:
         return (*self._needed(edits, casts), *casts)
 
     def _needed(self, edits: Sequence[Module], others: Sequence[Module]) -> Sequence[Module]:
-        """Leaves out of some edits what is not needed beside others: halves of them, then smaller parts."""
+        """Removes the edits that are not needed beside others: in halves first, then in smaller parts."""
         kept, size = [*edits], len(edits)
         while size:
             start = 0

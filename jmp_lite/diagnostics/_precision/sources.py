@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ..._jaxpr import (
     Arguments,
@@ -31,6 +31,7 @@ from .._values.reference import is_narrow
 from .._values.rules import operations_of_rules
 from .._values.sites import line_of
 from .modules import Module, is_of_library
+from .needs import Tie
 from .origins import (
     LIBRARY,
     NONE,
@@ -53,9 +54,6 @@ from .origins import (
     stage_of,
     widens,
 )
-
-Tie: TypeAlias = tuple[frozenset[str], ...]
-"""Half values that must share a dtype. Each is the set of the names of the edits that make it float32."""
 
 
 class Found(NamedTuple):
@@ -152,6 +150,11 @@ class _Search(Forward[Origin]):
                 self._tie(*(frozenset({edit}) for edit in result.edits))
         return results
 
+    def _tie_operands(self, equation: Equation, operands: Sequence[Origin]) -> None:
+        halves = [each.edits for each, var in zip(operands, equation.invars) if is_narrow(var)]
+        if len(halves) > 1 and keeps_dtypes(equation):
+            self._tie(*halves)
+
     def _tie(self, *values: frozenset[str]) -> None:
         tie = tuple(filter(None, values))  # A value without an edit adapts to the others.
         if len(tie) > 1:
@@ -160,8 +163,8 @@ class _Search(Forward[Origin]):
     def _origins(self, equation: Equation, operands: list[Origin]) -> list[Origin]:
         line = self._line(equation)
         stage = stage_of((*self.calls, equation))
-        if stage is not Stage.BACKWARD and keeps_dtypes(equation) and id(equation) not in self._layers:
-            self._tie(*(each.edits for each, var in zip(operands, equation.invars) if is_narrow(var)))
+        if stage is not Stage.BACKWARD and id(equation) not in self._layers:
+            self._tie_operands(equation, operands)
         operands = self._across_gradient(equation, operands, stage, line)
         is_fixed = all(origin.is_fixed for origin in operands)
         sources = self._taken(operands, line) | self.of_numbers(equation)

@@ -67,7 +67,8 @@ def write(case: Case, program: FlaggedProgram, kept: Collection[Module]) -> Writ
 def silent_casts(case: Case, program: FlaggedProgram) -> list[Module]:
     """Returns the edits of the half dtypes that the program takes where JAX has nothing to cast.
 
-    Such a cast takes what is in half already. It would round what other edits make float32.
+    JAX traces no operation for a cast of a value that is in half already. Once other edits make the value
+    float32, the cast rounds it.
     """
     args, kwargs = case.arguments
     traced = all_equations(case.traced.jaxpr)

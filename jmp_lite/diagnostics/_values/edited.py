@@ -171,9 +171,8 @@ def _dtypes_at(line: str) -> list[Span]:
     # The function may be the dtype, as in `jnp.float16(0)`.
     known = [each for call in calls for each in (call.func, *operands_of(call)) if source.is_half_dtype(each)]
     named = [each for call in calls for each in source.other_names(call)]
-    return list(
-        map(source.span, known or named or [each for call in calls for each in source.dtypes_of(call)])
-    )
+    others = [each for call in calls for each in source.dtypes_of(call)]
+    return list(map(source.span, known or named or others))
 
 
 def float32(number: int, _: Any) -> Any:
@@ -205,7 +204,7 @@ def in_float32_at(number: int, tree: Any) -> Any:
 
 
 def without_cast(number: int, tree: Any) -> Any:
-    """Returns what a cast of ours takes, in place of what it gives."""
+    """Returns the argument of a cast such as `cast_to_compute` in float32, in place of its result."""
     return in_float32_at(number, tree)
 
 

@@ -148,13 +148,6 @@ def makes_half(line: str) -> bool:
     return source is not None and any(source.makes_half(node) for node in nodes if isinstance(node, ast.Call))
 
 
-def names_half(line: str) -> bool:
-    """Whether such a call takes a dtype that is known to be half, which `self.dtype` is not."""
-    source, nodes = expressions_at(line)
-    operands = (each for node in nodes if isinstance(node, ast.Call) for each in operands_of(node))
-    return source is not None and any(map(source.is_half_dtype, operands))
-
-
 def half_at(line: str) -> str:
     """Returns the name of the half dtype that such a call takes; empty if it is not known."""
     source, nodes = expressions_at(line)
