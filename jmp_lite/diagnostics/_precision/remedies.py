@@ -109,9 +109,10 @@ class _Search:
     def is_left(self, edits: Sequence[Module]) -> bool:
         """Whether the program with some edits may be another one than in the runs, or none."""
         # Under a rule, autocast computes in its dtype, whatever the program casts to.
-        is_by_rules = all(edit.pattern for edit in edits)
+        if all(edit.pattern for edit in edits):
+            return False
         is_all = has_lines(edits) and {*self.runs.silent} <= {*edits}
-        return not (is_by_rules or (is_all and not self.runs.program.is_refused(edits)))
+        return not is_all or self.runs.program.is_refused(edits)
 
     def reduced(self, edits: Sequence[Module], casts: Sequence[Module]) -> Sequence[Module]:
         """Leaves out what the written program does not need: first of the casts that no run shows."""
