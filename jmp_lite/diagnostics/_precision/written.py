@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ..._autocast import run
-from ..._jaxpr import Array, all_equations, has_objects, users_places
+from ..._jaxpr import Array, has_objects
 from ..._paths import positional_names
 from .._values.case import Case
 from .._values.edited import are_known, edited, in_float32, watched
@@ -55,7 +55,7 @@ def write(case: Case, program: FlaggedProgram, kept: Collection[Module]) -> Writ
     # A backward rule of the program runs while its gradient is traced. JAX may warn of an edit that is tried.
     with (
         warnings.catch_warnings(),
-        edited([case.call.fun, args, kwargs], *_lines_of(kept)),
+        edited(case.functions, *_lines_of(kept)),
         layers_in_float32(layers, _named(case)),
     ):
         warnings.simplefilter("ignore")
@@ -70,11 +70,8 @@ def silent_casts(case: Case, program: FlaggedProgram) -> list[Module]:
     JAX traces no operation for a cast of a value that is in half already. Once other edits make the value
     float32, the cast rounds it.
     """
-    args, kwargs = case.arguments
-    traced = all_equations(case.traced.jaxpr)
-    files = dict.fromkeys(file for equation in traced for file, *_ in users_places(equation))
     found = dict[str, str]()
-    with watched([case.call.fun, args, kwargs], [*files], found):
+    with watched(case.functions, found):
         other = dataclasses.replace(case)
         other.program_of(functools.partial(run, *other.planned(case.rules)))
     known = {line for edit in program.edits if edit.casts for line in edit.lines}

@@ -7,6 +7,7 @@ same without autocast, and that with a flag for each module are made from the ja
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
@@ -19,14 +20,17 @@ from ..._autocast.report import AutocastOperation, operations_of
 from ..._dtypes import DTypeLike
 from ..._jaxpr import (
     Array,
+    all_equations,
     check_function,
     constants,
     only_own_precisions,
+    users_places,
 )
 from ..._jaxpr import trace as trace_call
 from ..._paths import argument_names
 from ..._scaling.loss_scale import LossScaleLike, NoOpLossScale, as_loss_scale
 from ..._tree import is_traced
+from .edited import Functions, functions_in
 from .numbers import unread_numbers
 from .reference import is_narrow
 from .tap import Probe
@@ -117,6 +121,14 @@ class Case:
     def program(self) -> LossProgram:
         """The function as it runs, with its backward pass."""
         return self.program_of(functools.partial(run, *self.planned(self.rules)))
+
+    @functools.cached_property
+    def functions(self) -> Functions:
+        """The functions in the files of the user that the function and its backward pass run."""
+        jaxprs = self.traced.jaxpr, self.program.jaxpr
+        every = itertools.chain.from_iterable(map(all_equations, jaxprs))
+        files = {file for equation in every for file, *_ in users_places(equation)}
+        return functions_in([self.call.fun, self.arguments], files)
 
     @functools.cached_property
     def tapped(self) -> Tapped:

@@ -27,6 +27,7 @@ from .source import expressions_at, operands_of, span_of
 
 _Key: TypeAlias = tuple[str, str, int, Any]
 """What tells functions apart: file, name, first line, and where the last expression is."""
+Functions: TypeAlias = Sequence[types.FunctionType]
 _ran = dict[int, str]()
 """The numbers of the edits that ran, each with the name of the dtype in half that was there."""
 _CASTS = ("cast_to_compute", "cast_to_output", "cast_to_param", "cast_to_half")
@@ -52,10 +53,10 @@ def are_known(lines: Collection[str], loops: Collection[str]) -> bool:
 
 
 @contextlib.contextmanager
-def edited(roots: Any, lines: Collection[str], loops: Collection[str]) -> Iterator[None]:
+def edited(functions: Functions, lines: Collection[str], loops: Collection[str]) -> Iterator[None]:
     """Runs functions with float32 in place of the half dtypes of the calls that begin at some lines.
 
-    The carries of `loops` start in float32. The functions are those that `roots`, or a module, can reach.
+    The carries of `loops` start in float32.
 
     Raises:
         UnknownFunctionError: an edit did not run.
@@ -63,42 +64,41 @@ def edited(roots: Any, lines: Collection[str], loops: Collection[str]) -> Iterat
     edits: dict[Span, Any] = {span: float32 for line in lines for span in _dtypes_at(line)}
     edits |= {span: without_cast for line in lines for span in _casts_of_ours_at(line)}
     edits |= {span: in_float32_at for line in loops for span in _start_at(line)}
-    with _running(roots, edits):
+    with _running(functions, edits):
         yield
     if missing := set(range(len(edits))) - set(_ran):
         raise UnknownFunctionError(f"{len(missing)} of {len(edits)} edits did not run.")
 
 
 @contextlib.contextmanager
-def watched(roots: Any, files: Collection[str], found: dict[str, str]) -> Iterator[None]:
-    """Adds to `found` the lines of some files whose calls take a half dtype and return half arrays.
+def watched(functions: Functions, found: dict[str, str]) -> Iterator[None]:
+    """Adds to `found` the lines of functions whose calls take a half dtype and return half arrays.
 
     Each line has the name of the dtype. JAX has no operation for a cast of a value that is in half already.
     """
+    files = dict.fromkeys(function.__code__.co_filename for function in functions)
     calls = dict[Span, str]()
     for source in filter(None, (expressions_at(f"{file}:1:0")[0] for file in files)):
         for node in itertools.chain.from_iterable(source.nodes.values()):
             if isinstance(node, ast.Call) and source.makes_half(node):
                 calls[source.span(node)] = source.line(node)
-    with _running(roots, dict.fromkeys(calls, noted)):
+    with _running(functions, dict.fromkeys(calls, noted)):
         yield
     lines = [*calls.values()]
     found |= {lines[number]: name for number, name in _ran.items()}
 
 
 @contextlib.contextmanager
-def _running(roots: Any, edits: Mapping[Span, Any]) -> Iterator[None]:
+def _running(functions: Functions, edits: Mapping[Span, Any]) -> Iterator[None]:
     """Runs functions with some of their expressions given to others, with the numbers of the edits."""
     files = {file for file, *_ in edits}
     codes = {key: code for file in files for key, code in _codes_with(file, edits)}
-    # A notebook, whose module has no file, is read through the functions that it calls.
-    modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) in files)
     changed = list[tuple[types.FunctionType, types.CodeType]]()
     _ran.clear()
     try:
-        for function in _functions_in([roots, *map(vars, modules)], files):
+        for function in functions:
             old = function.__code__
-            code = codes.get(_key(old))
+            code = codes.get(_key(old)) if old.co_filename in files else None
             if code is not None and code.co_freevars == old.co_freevars:
                 changed.append((function, old))
                 function.__code__ = code
@@ -107,6 +107,20 @@ def _running(roots: Any, edits: Mapping[Span, Any]) -> Iterator[None]:
     finally:
         for function, old in changed:
             function.__code__ = old
+
+
+def functions_in(roots: Any, files: Collection[str]) -> Functions:
+    """Returns the functions of some files that `roots` or the modules of these files can reach.
+
+    This walks through all that they hold: it takes tenths of a second.
+    """
+    # A notebook, whose module has no file, is read through the functions that it calls.
+    modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) in files)
+    return [each for each in _functions_in([roots, *map(vars, modules)], files) if _is_in(each, files)]
+
+
+def _is_in(function: types.FunctionType, files: Collection[str]) -> bool:
+    return function.__code__.co_filename in files
 
 
 def _functions_in(roots: Sequence[Any], files: Collection[str]) -> Iterator[types.FunctionType]:
@@ -120,7 +134,7 @@ def _functions_in(roots: Sequence[Any], files: Collection[str]) -> Iterator[type
         if isinstance(each, types.FunctionType):
             yield each
             todo += [each.__closure__, each.__defaults__, each.__kwdefaults__, each.__dict__]
-            todo += [each.__globals__] if each.__code__.co_filename in files else []
+            todo += [each.__globals__] if _is_in(each, files) else []
         elif isinstance(each, type):
             # A class of a package, such as `flax.linen.Module`, has no function of the user.
             todo += [] if is_of_package(_file_of(each)) else [*vars(each).values(), each.__bases__]

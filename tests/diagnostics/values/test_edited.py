@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_lite.diagnostics._values.edited import UnknownFunctionError, are_known, edited, watched
+from jmp_lite.diagnostics._values.edited import (
+    UnknownFunctionError,
+    are_known,
+    edited,
+    functions_in,
+    watched,
+)
 
 F16 = jnp.float16
 X = jnp.ones(3)
@@ -66,6 +72,11 @@ def place(text):
     return f"{__file__}:{row}:{line.rindex(text)} (function)"
 
 
+def of(roots):
+    """Returns the functions of this file that roots reach."""
+    return functions_in(roots, [__file__])
+
+
 def dtype_of(fun):
     return jax.make_jaxpr(fun)(X).jaxpr.outvars[0].aval.dtype
 
@@ -75,7 +86,7 @@ def test_a_function_runs_with_an_edit_and_then_without_it(text):
     fun, line = FUNCTIONS[text], place(text)
     before = dtype_of(fun)
     assert are_known([line], [])
-    with edited([fun], [line], []):
+    with edited(of([fun]), [line], []):
         assert dtype_of(fun) == jnp.float32
     assert dtype_of(fun) == before == jnp.float16
 
@@ -83,7 +94,7 @@ def test_a_function_runs_with_an_edit_and_then_without_it(text):
 def test_an_edit_is_made_at_its_own_place_alone():
     layer = Layer()
     assert dtype_of(layer) == jnp.float16
-    with edited([layer], [place("x.astype(other)")], []):
+    with edited(of([layer]), [place("x.astype(other)")], []):
         assert dtype_of(layer) == jnp.float32
         assert dtype_of(function) == jnp.float16
 
@@ -96,7 +107,7 @@ def test_a_backward_rule_is_edited():
         return "f16" in str(jax.make_jaxpr(gradient)(X))
 
     assert casts()
-    with edited([gradient], [line], []):
+    with edited(of([gradient]), [line], []):
         assert not casts()
     assert casts()
 
@@ -104,7 +115,7 @@ def test_a_backward_rule_is_edited():
 def test_a_carry_starts_in_float32():
     line = place("lax.scan(lambda c, u: (c, u.astype(F16))")
     assert dtype_of(scanned) == jnp.float16
-    with edited([scanned], [], [line]):
+    with edited(of([scanned]), [], [line]):
         assert dtype_of(scanned) == jnp.float32
     assert dtype_of(scanned) == jnp.float16
 
@@ -113,7 +124,7 @@ def test_a_function_that_is_not_found_is_an_error(monkeypatch):
     monkeypatch.delitem(sys.modules, __name__)
     with (
         pytest.raises(UnknownFunctionError, match="1 of 1 edits did not run"),
-        edited([], [place("x.astype(F16)")], []),
+        edited(of([]), [place("x.astype(F16)")], []),
     ):
         pass
     assert dtype_of(function) == jnp.float16
@@ -124,7 +135,7 @@ def test_a_function_in_a_tuple_of_another_library_is_found():
         """Holds functions, as Haiku's does."""
 
     line, held = place("x.astype(F16)"), Transformed([lambda x: (lambda x: function(x))(x)])
-    with edited([held], [line], []):
+    with edited(of([held]), [line], []):
         assert dtype_of(held[0]) == jnp.float32
 
 
@@ -148,7 +159,7 @@ def silent(x, is_run=True):
 def test_the_half_dtypes_that_a_program_takes_are_noted():
     """Also that of a cast that does nothing; none where the dtype is float32, or that did not run."""
     found = {}
-    with watched([silent], [__file__], found):
+    with watched(of([silent]), found):
         assert dtype_of(silent) == jnp.float32
     named = {
         line.partition(" ")[0].rpartition(":")[0].rpartition(":")[2]: name for line, name in found.items()
@@ -161,7 +172,7 @@ def test_the_half_dtypes_that_a_program_takes_are_noted():
         "full = lambd",
     }
     assert set(named.values()) == {"float16"}
-    with watched([silent], [__file__], found):
+    with watched(of([silent]), found):
         jax.make_jaxpr(functools.partial(silent, is_run=False))(X)
     assert "bfloat16" in found.values()
     assert dtype_of(function) == jnp.float16
