@@ -16,7 +16,6 @@ from ..._jaxpr import (
     casting_line,
     equations,
     inner_jaxprs,
-    is_literal,
     is_of_gradient,
     is_of_lax,
     is_transposed,
@@ -24,7 +23,6 @@ from ..._jaxpr import (
     traits_of,
     users_places,
 )
-from .._values.constants import constants_at
 from .._values.reference import is_narrow
 from .._values.sites import line_of
 from .._values.source import half_at, makes_half
@@ -122,13 +120,6 @@ def keeps_dtypes(equation: Equation) -> bool:
 def number_in_half(line: str) -> Module:
     """Returns the edit of a line that makes a number in half."""
     return Module(line, "", (line,), casts=half_at(line) or UNKNOWN)
-
-
-def of_constants(equation: Equation, line: str) -> Sources:
-    """Returns the lines that make the half scalars among the operands of an equation, as far as known."""
-    if not any(is_narrow(var) and is_literal(var) for var in equation.invars):
-        return frozenset()
-    return frozenset(map(number_in_half, constants_at(line, equation.primitive.name)))
 
 
 def operations_of(jaxpr: Jaxpr) -> Iterator[Equation]:

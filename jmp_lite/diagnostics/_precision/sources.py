@@ -49,7 +49,6 @@ from .origins import (
     layers_of,
     number_in_half,
     of_cast,
-    of_constants,
     operations_of,
     stage_of,
     widens,
@@ -264,8 +263,7 @@ class _Search(Forward[Origin]):
             return own or frozenset({autocast})
         if not sources:
             # JAX makes a cast for a gradient.
-            made = frozenset({NONE}) if is_of_jax else of_cast(equation, line, is_fixed, autocast)
-            sources = (of_constants(equation, line) if NONE in made else None) or made
+            sources = frozenset({NONE}) if is_of_jax else of_cast(equation, line, is_fixed, autocast)
             self._narrowed[line] |= sources
         return sources
 

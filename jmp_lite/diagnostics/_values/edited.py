@@ -22,7 +22,6 @@ import numpy as np
 
 from ..._jaxpr import Span, is_of_package
 from ..._tree import is_half
-from .constants import start_of
 from .source import expressions_at, operands_of, span_of
 
 _Key: TypeAlias = tuple[str, str, int, Any]
@@ -32,6 +31,8 @@ _ran = dict[int, str]()
 """The numbers of the edits that ran, each with the name of the dtype in half that was there."""
 _CASTS = ("cast_to_compute", "cast_to_output", "cast_to_param", "cast_to_half")
 """The casts of this library that take one tree."""
+_CARRIED = {"fori_loop": 3, "while_loop": 2, "scan": 1}
+"""The position of the start of each loop of JAX."""
 _LEAVES = (types.ModuleType, types.CodeType, types.FrameType, jax.Array, np.ndarray, str, bytes, int, float)
 _CONTAINERS = (dict, list, tuple, set, frozenset, types.MappingProxyType, types.CellType, types.MethodType)
 _CONTAINERS += (functools.partial, staticmethod, classmethod, property)
@@ -237,8 +238,9 @@ def _casts_of_ours_at(line: str) -> list[Span]:
 def _start_at(line: str) -> list[Span]:
     """Returns that with which the loop at a line starts, if its call is known."""
     source, nodes = expressions_at(line)
-    calls = (node for node in nodes if isinstance(node, ast.Call))
-    starts = [start for call in calls for start in start_of(call)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    places = [_CARRIED.get(ast.unparse(call.func).rpartition(".")[2]) for call in calls]
+    starts = [call.args[at] for call, at in zip(calls, places) if at is not None and at < len(call.args)]
     return list(map(source.span, starts)) if source is not None and len(starts) == 1 else []
 
 

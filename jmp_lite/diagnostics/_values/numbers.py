@@ -12,7 +12,6 @@ import numpy as np
 
 from ..._dtypes import HALF_DTYPES
 from ..._jaxpr import Category, Equation, Jaxpr, Var, all_equations, is_literal, source_line, traits_of
-from .constants import is_operator
 from .sites import NARROW
 from .source import FUNCTIONS, Source, assigned, defaults_of, expressions_at, operands_of
 
@@ -31,6 +30,8 @@ class Written(NamedTuple):
 Numbers = Mapping[Key, Written]
 """Numbers as they are written."""
 
+_OPERATOR_OF = {"add": ast.Add, "sub": ast.Sub, "mul": ast.Mult, "div": ast.Div, "pow": ast.Pow}
+"""The operator that makes an operation, by its primitive."""
 _EPSILON = Written(1e-8, is_sure=False)
 """Stands for a name whose number is not known, where it is added and is 0 in half: an epsilon."""
 
@@ -72,7 +73,8 @@ def _unread(equation: Equation, position: int) -> Iterator[str]:
     if is_call and not float(equation.invars[position].val).is_integer():
         yield line.partition(" ")[0]
     # A function such as `jax.nn.relu` computes with numbers of its own.
-    operators = (node for node in nodes if is_operator(node, equation.primitive.name))
+    kind = _OPERATOR_OF.get(equation.primitive.name, ())
+    operators = (node for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, kind))
     for operand in (operands_of(node)[position] for node in operators):
         *_, value = (operand, *(source.values_of(operand) if isinstance(operand, ast.Name) else ()))
         if isinstance(value, ast.Call) and source.makes_half(value) and not _known(source).numbers(value):
