@@ -7,6 +7,7 @@ returns.
 import collections
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,12 +28,14 @@ from .sites import Path, Site, SiteKind
 from .tap import Operate, Probe, Tap
 
 _SCALE = "_jmp_lite_loss_scale"
+_LEVEL = "xla_backend_optimization_level"
 # By default XLA may remove a cast to half and back, which hides overflows:
-# https://github.com/jax-ml/jax/issues/23007. The low optimization level halves the compile time of a program
-# that runs only a few times.
-EVERY_CAST: Any = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 1}
+# https://github.com/jax-ml/jax/issues/23007.
+EVERY_CAST: Any = {"xla_allow_excess_precision": False}
 """Compiler options for diagnosis."""
-
+if _LEVEL not in os.environ.get("XLA_FLAGS", ""):  # The option would override the user's own level.
+    # It halves the compile time of a program that runs only a few times.
+    EVERY_CAST[_LEVEL] = 1
 
 ValueAndGrad: TypeAlias = Callable[..., Callable[..., Any]]
 """Returns a function for the value and the gradients of a loss function, as `jax.value_and_grad` does."""

@@ -1,7 +1,10 @@
 """The program of a loss function, and what its arguments and gradients are called."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 from jmp_lite.diagnostics._values.trace import LossCall, trace
@@ -28,3 +31,13 @@ def test_the_new_values_of_nnx_variables_are_the_state_of_a_step():
     step = lambda state, x: jax.tree.map(lambda leaf: leaf - x.mean(), state)
     program = trace(LossCall(step, 0, False, None), (state, jnp.ones(2)), {})
     assert program.named_outputs == ("state/bias", "state/kernel")
+
+
+@pytest.mark.parametrize(("flags", "level"), [("", 1), ("--xla_backend_optimization_level=3", None)])
+def test_the_optimization_level_of_the_user_counts(monkeypatch, flags, level):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    spec = importlib.util.find_spec(trace.__module__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.EVERY_CAST.get("xla_backend_optimization_level") == level
+    assert module.EVERY_CAST["xla_allow_excess_precision"] is False
