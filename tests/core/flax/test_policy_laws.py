@@ -105,7 +105,13 @@ def test_the_numbers_are_as_good_as_with_the_dtype_of_each_layer(library, transf
     runs = [jax.vmap(loss_and_grads(model, transform), in_axes=(0, 0, None)) for model in models]
     results = []
     run_all = jax.jit(lambda *args: [each(*args) for each in runs])
-    for (_, (outputs, new)), grads in run_all(*many, INPUTS[name]):
+    try:
+        found = jax.block_until_ready(run_all(*many, INPUTS[name]))
+    except jax.errors.JaxRuntimeError as lacking:
+        if "Unsupported element type for DotThunk" not in str(lacking):
+            raise
+        pytest.skip("limits.md: XLA for CPUs lacks some matmuls with half operands and a float32 result")
+    for (_, (outputs, new)), grads in found:
         results.append((outputs.pop("y"), new, grads, outputs))
     expected, hand, policy = results
     jax.tree.map(np.testing.assert_array_equal, policy[3]["ids"], expected[3]["ids"])
