@@ -112,12 +112,25 @@ def test_a_backward_rule_is_edited():
     assert casts()
 
 
-def test_a_carry_starts_in_float32():
-    line = place("lax.scan(lambda c, u: (c, u.astype(F16))")
-    assert dtype_of(scanned) == jnp.float16
-    with edited(of([scanned]), [], [line]):
-        assert dtype_of(scanned) == jnp.float32
-    assert dtype_of(scanned) == jnp.float16
+LOOPS = {
+    "lax.scan(lambda c, u: (c, u.astype(F16))": scanned,
+    "lax.fori_loop(": lambda x: lax.fori_loop(0, 2, lambda i, c: c + x[i], jnp.zeros((), F16)),
+    "lax.while_loop(": lambda x: lax.while_loop(lambda c: c < 0, lambda c: c + x[0], jnp.zeros((), F16)),
+}
+
+
+@pytest.mark.parametrize("text", LOOPS)
+def test_a_carry_starts_in_float32(text):
+    fun, line = LOOPS[text], place(text)
+    x = X.astype(F16)
+
+    def dtype():
+        return jax.make_jaxpr(fun)(x).jaxpr.outvars[0].aval.dtype
+
+    assert dtype() == jnp.float16
+    with edited(of([fun]), [], [line]):
+        assert dtype() == jnp.float32
+    assert dtype() == jnp.float16
 
 
 def test_a_function_that_is_not_found_is_an_error(monkeypatch):
