@@ -14,11 +14,10 @@ import pytest
 from hypothesis import strategies as st
 
 import jmp_lite as jmp
+from tests.support.xla import ONE_KERNEL
 
 FEATURES, LEAST = 8, float(np.finfo(np.float32).min)
 PROJECTION = np.float32(np.linalg.qr(np.random.RandomState(0).standard_normal((FEATURES, FEATURES)))[0])
-# XLA of JAX 0.12 sums some products of halves in half on a CPU (docs/limits.md).
-EXACT_SUMS = None if jax.__version_info__ < (0, 11) else {"xla_cpu_experimental_ynn_fusion_type": ""}
 # The axes of the scores: batch, heads of keys, groups of heads, queries (t), keys (s).
 LAYOUTS = ["bhts", "bhgts", "bhtgs"]
 
@@ -99,7 +98,7 @@ class Drawn:
         operands = self.operands(seed)
         weights = jax.random.normal(jax.random.key(seed), operands[0].shape)
         loss = lambda bias: (run(*operands, [bias]) * weights).sum()
-        return jax.jit(jax.grad(loss), compiler_options=EXACT_SUMS)(bias)
+        return jax.jit(jax.grad(loss), compiler_options=ONE_KERNEL)(bias)
 
 
 def gradients(ways):
@@ -115,7 +114,7 @@ def gradients(ways):
 
     # One program of all ways compiles faster than one for each.
     run_all = lambda *args: {way: of(run)(*args) for way, run in ways.items()}
-    return jax.jit(run_all, compiler_options=EXACT_SUMS)
+    return jax.jit(run_all, compiler_options=ONE_KERNEL)
 
 
 def norms(results):

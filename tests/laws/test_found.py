@@ -17,10 +17,10 @@ from tests.laws.test_numbers import flat
 from tests.support.arrays import normal
 from tests.support.jaxprs import equations, live_products, operands_of, product_kinds, products
 from tests.support.small_programs import HALVES, W, X
+from tests.support.xla import ONE_KERNEL
 
 each_order = pytest.mark.parametrize("order", ORDERS)
 each_half = pytest.mark.parametrize("half", HALVES)
-ONE_KERNEL = {"xla_cpu_experimental_ynn_fusion_type": ""}  # As limits.md recommends for JAX 0.12.
 
 
 def in_order(order, fun, half, transform=jax.grad, **options):

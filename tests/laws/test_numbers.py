@@ -19,6 +19,7 @@ from tests.laws.by_product import by_product
 from tests.laws.cases import BESIDE, ORDERS, Case, cases, options
 from tests.laws.programs import PROGRAMS
 from tests.laws.test_autocast import OurError, ours, whole_tracebacks
+from tests.support.xla import ONE_KERNEL, lacks_matmul
 
 __all__ = ["whole_tracebacks"]
 
@@ -64,9 +65,7 @@ def flat(tree):
 # XLA rounds wherever the program does. At its default flags it leaves out roundings to bfloat16 where a value
 # has one reader. On CPUs of JAX 0.10.2 casts gain more by this than autocast does: they have 0.6 to 1.2 times
 # the error that they have with all roundings.
-ROUNDED: dict[str, bool | str] = {"xla_allow_excess_precision": False}
-if jax.__version_info__ >= (0, 11):  # See limits.md: other kernels round bfloat16 matmuls elsewhere.
-    ROUNDED["xla_cpu_experimental_ynn_fusion_type"] = ""
+ROUNDED = {"xla_allow_excess_precision": False, **ONE_KERNEL}
 
 
 def gradients(fun, case, seeds, flags):
@@ -128,7 +127,7 @@ def test_gradients_have_that_error_under_options_beside_other_dtypes_and_in_ever
         except OurError:
             return
         except jax.errors.JaxRuntimeError as error:
-            if "Unsupported element type for DotThunk" not in str(error):
+            if not lacks_matmul(error):
                 raise
             return  # limits.md: XLA for CPUs lacks some matmuls with half operands and a float32 result.
     assert max(found.values()) < 1.3, found

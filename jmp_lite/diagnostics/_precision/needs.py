@@ -6,7 +6,7 @@ from typing import TypeAlias
 from .modules import Module
 
 Need: TypeAlias = tuple[str, frozenset[str]]
-"""An edit, and the edits of which at least one has to be made with it, all by their keys."""
+"""The key of an edit, and the keys of others: the edit needs at least one of them."""
 Tie: TypeAlias = tuple[frozenset[str], ...]
 """Half values that must share a dtype. Each is the set of the names of the edits that make it float32."""
 

@@ -97,9 +97,7 @@ def sources_of(
         )
 
     def resolved(equation: Equation) -> Sources:
-        is_half = any(map(is_narrow, equation.outvars)) or id(equation) in search.rounding
-        is_half |= search.compares_a_number(equation)
-        if not (is_half or search.of_numbers(equation)):
+        if not search.is_rounded(equation):
             return frozenset()
         sources = joined(search.found[id(equation)])
         own = (sources | of_library if LIBRARY in sources else sources) - {LIBRARY, NONE}
@@ -273,9 +271,12 @@ class _Search(Forward[Origin]):
             for key in self._keys(equation, self._line(equation)):
                 self._widened[key] |= joined(halves)
 
-    def compares_a_number(self, equation: Equation) -> bool:
-        """Whether an equation compares half values with a number that half rounds."""
-        return traits_of(equation.primitive.name).compares and bool(all_written(self._numbers, equation))
+    def is_rounded(self, equation: Equation) -> bool:
+        """Whether an equation gives half values, or rounds or takes some."""
+        # A comparison with a number that half rounds gives booleans.
+        compares = traits_of(equation.primitive.name).compares and bool(all_written(self._numbers, equation))
+        is_half = gives_half(equation) or id(equation) in self.rounding
+        return is_half or compares or bool(self.of_numbers(equation))
 
     def of_numbers(self, equation: Equation) -> Sources:
         """Returns the lines that convert the numbers of an equation to half."""

@@ -117,25 +117,17 @@ def functions_in(roots: Any, files: Collection[str]) -> Functions:
     """
     # A notebook, whose module has no file, is read through the functions that it calls.
     modules = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) in files)
-    return [each for each in _functions_in([roots, *map(vars, modules)], files) if _is_in(each, files)]
-
-
-def _is_in(function: types.FunctionType, files: Collection[str]) -> bool:
-    return function.__code__.co_filename in files
-
-
-def _functions_in(roots: Sequence[Any], files: Collection[str]) -> Iterator[types.FunctionType]:
-    """Yields the functions that some objects hold, those of `files` with all that their modules hold."""
-    seen, todo = set[int](), list(roots)
+    found, seen, todo = list[types.FunctionType](), set[int](), [roots, *map(vars, modules)]
     while todo:
         each = todo.pop()
         if id(each) in seen or issubclass(type(each), _LEAVES):
             continue
         seen.add(id(each))
         if isinstance(each, types.FunctionType):
-            yield each
             todo += [each.__closure__, each.__defaults__, each.__kwdefaults__, each.__dict__]
-            todo += [each.__globals__] if _is_in(each, files) else []
+            if each.__code__.co_filename in files:
+                found.append(each)
+                todo.append(each.__globals__)
         elif isinstance(each, type):
             # A class of a package, such as `flax.linen.Module`, has no function of the user.
             todo += [] if is_of_package(_file_of(each)) else [*vars(each).values(), each.__bases__]
@@ -145,6 +137,7 @@ def _functions_in(roots: Sequence[Any], files: Collection[str]) -> Iterator[type
             todo += [inspect.getattr_static(each, "__wrapped__", None), type(each)]
             todo += gc.get_referents(each) if not is_of_package(_file_of(type(each))) else []
             todo.append(getattr(each, "__dict__", None) if type(each).__getattribute__ is _GET else None)
+    return found
 
 
 def _file_of(kind: type) -> str:

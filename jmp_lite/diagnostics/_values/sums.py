@@ -46,10 +46,14 @@ def _follow(var: Var, producers: Mapping[Var, Equation], cast: Equation, found: 
         for operand in equation.invars:
             _follow(operand, producers, cast, found)
     elif category is Category.CALL:
-        number = equation.outvars.index(var)
-        for inner in inner_jaxprs(equation):
-            body = open_jaxpr(inner.jaxpr)
-            inside = {out: each for each in equations(body) for out in each.outvars}
-            for index, out in zip(inner.results, body.outvars):
-                if index == number:
-                    _follow(out, inside, cast, found)
+        _follow_inside(equation, equation.outvars.index(var), cast, found)
+
+
+def _follow_inside(call: Equation, number: int, cast: Equation, found: dict[int, Equation]) -> None:
+    """Notes the sums in half that give a result of a call, by the number of the result."""
+    for inner in inner_jaxprs(call):
+        body = open_jaxpr(inner.jaxpr)
+        producers = {var: equation for equation in equations(body) for var in equation.outvars}
+        for index, out in zip(inner.results, body.outvars):
+            if index == number:
+                _follow(out, producers, cast, found)
